@@ -1,0 +1,97 @@
+"""The machine: tiers, rates and compute curves. Torch-free.
+
+In: what the probe measured, or a file from `machines/`, or a person's own file.
+Out: a frozen `Machine` that planning, simulation and the runtime read.
+All rates were measured with the I/O path the runtime uses, or are marked `source="catalogue"`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TierName = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """One place where bytes live.
+
+    `budget_bytes` is what a plan may use of it; `total_bytes` is what is there. For the disk tier
+    `path` is the scratch folder.
+    """
+
+    name: TierName
+    total_bytes: int
+    budget_bytes: int
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A one-way path between two tiers of one rank."""
+
+    source: TierName
+    target: TierName
+    bytes_per_s: float
+    latency_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulPoint:
+    """One measured point of the matmul curve: an n x n x n product in `dtype`."""
+
+    dtype: str
+    size: int
+    flops_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRate:
+    """Fused AdamW speed on fp32 state that lies in `tier`."""
+
+    tier: TierName
+    parameters_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heap:
+    """How the C heap behaves here.
+
+    `map_cost` is the extra compute time (a share of it) when large blocks are mapped and given
+    back at once instead of kept; `keep_slack` is the share by which a kept heap outgrows its live
+    bytes.
+    """
+
+    map_cost: float
+    keep_slack: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One rank's hardware, as a plan sees it."""
+
+    name: str
+    source: Literal["probe", "catalogue", "hand"]
+    fingerprint: str
+    measured_at: str
+    device: str
+    num_cores: int
+    num_threads: int
+    bf16_native: bool
+    tiers: tuple[Tier, ...]
+    links: tuple[Link, ...]
+    matmul: tuple[MatmulPoint, ...]
+    memory_bytes_per_s: float
+    updates: tuple[UpdateRate, ...]
+    heap: Heap
+
+    def tier(self, name: TierName) -> Tier | None:
+        """Find a tier by name."""
+        return next((tier for tier in self.tiers if tier.name == name), None)
+
+    def link(self, source: TierName, target: TierName) -> Link | None:
+        """Find the one-way link between two tiers."""
+        return next(
+            (link for link in self.links if (link.source, link.target) == (source, target)), None
+        )
