@@ -1,0 +1,143 @@
+"""Names of buffers, pools of memory, and the flat layout of parameters in chunks.
+
+A buffer's name says what it holds: `param/3` (a state of chunk 3), `value/h2@0` (a value of
+micro-batch 0), `dvalue/h2@0` (its gradient), `saved/2@0` (what block 2 saved for its backward),
+`wgrad/embed.weight@0` (the running gradient of a tied parameter), `norm/3` (segment norms of
+chunk 3) and `norm` (the global norm).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, NewType
+
+BufferId = NewType("BufferId", str)
+ChunkId = NewType("ChunkId", int)
+PoolId = NewType("PoolId", str)
+TierName = Literal["device", "host", "disk"]
+
+PAGE_BYTES: Final = 4096
+CHUNK_ALIGN_ELEMENTS: Final = 524_288  # 2 MiB of fp32: one huge page, 32 norm segments
+SLOT_ALIGN_ELEMENTS: Final = 32  # 64 bytes also in bf16
+NORM_SEGMENT_ELEMENTS: Final = 16_384
+NORM: Final = BufferId("norm")
+
+
+def state_id(state: str, chunk: ChunkId) -> BufferId:
+    """Name a state (`param`, `grad`, `exp_avg`, ...) of a chunk."""
+    return BufferId(f"{state}/{chunk}")
+
+
+def value_id(value: str, microbatch: int) -> BufferId:
+    """Name a value of a micro-batch."""
+    return BufferId(f"value/{value}@{microbatch}")
+
+
+def value_grad_id(value: str, microbatch: int) -> BufferId:
+    """Name the gradient of a value of a micro-batch."""
+    return BufferId(f"dvalue/{value}@{microbatch}")
+
+
+def saved_id(block: int, microbatch: int) -> BufferId:
+    """Name what a block saved for its backward."""
+    return BufferId(f"saved/{block}@{microbatch}")
+
+
+def tied_grad_id(parameter: str, microbatch: int) -> BufferId:
+    """Name the running gradient of a tied parameter inside one micro-batch."""
+    return BufferId(f"wgrad/{parameter}@{microbatch}")
+
+
+def norm_id(chunk: ChunkId) -> BufferId:
+    """Name the segment norms of a chunk's gradient."""
+    return BufferId(f"norm/{chunk}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """A share of one tier with a capacity of its own.
+
+    When the C heap keeps what is freed, what it holds cannot serve chunks: then the device tier
+    has the pools `chunks` and `heap`; else one pool serves both.
+    """
+
+    id: PoolId
+    tier: TierName
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A named run of bytes.
+
+    `pools` gives the pool it occupies in each tier where it may lie. `home` is the tier where a
+    step finds and leaves it; None means that it lives only inside a step.
+    """
+
+    id: BufferId
+    size_bytes: int
+    pools: Mapping[TierName, PoolId]
+    home: TierName | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A run of the flat parameter space that is moved and updated as one.
+
+    `start` and `num_elements` are in elements; `start` is a multiple of CHUNK_ALIGN_ELEMENTS, so
+    a parameter larger than a chunk lies contiguously in neighbouring chunks.
+    """
+
+    id: ChunkId
+    start: int
+    num_elements: int
+    group: str
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where a parameter lies in the flat space, in elements."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
+    num_elements: int
+
+    @property
+    def stop(self) -> int:
+        """First element after the parameter."""
+        return self.start + self.num_elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The flat space: chunks in order, a slot per parameter, and the dtype of each state.
+
+    Every state (`param`, `grad`, `exp_avg`, ...) of a chunk repeats the layout of its parameters.
+    """
+
+    chunks: tuple[Chunk, ...]
+    slots: Mapping[str, Slot]
+    dtypes: Mapping[str, str]
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the flat space."""
+        return max((c.start + c.num_elements for c in self.chunks), default=0)
+
+    def chunks_of(self, parameter: str) -> tuple[Chunk, ...]:
+        """The chunks that hold a parameter, in order."""
+        slot = self.slots[parameter]
+        return tuple(
+            chunk
+            for chunk in self.chunks
+            if chunk.start < slot.stop and slot.start < chunk.start + chunk.num_elements
+        )
+
+    def slots_of(self, chunk: Chunk) -> tuple[Slot, ...]:
+        """The slots that lie at least partly in a chunk, in order."""
+        stop = chunk.start + chunk.num_elements
+        found = (s for s in self.slots.values() if s.start < stop and chunk.start < s.stop)
+        return tuple(sorted(found, key=lambda slot: slot.start))

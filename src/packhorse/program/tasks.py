@@ -1,0 +1,197 @@
+"""The closed union of tasks: what a rank can be told to do.
+
+A task says what it reads and writes by buffer name; dependencies follow from that and are never
+written by hand. A write of a buffer that the task does not read creates the buffer in the device
+tier; a write of one that it also reads changes it in place. No tensors, no durations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from packhorse.program.buffers import BufferId, ChunkId, TierName
+
+Lane = Literal["compute", "update", "copy_in", "copy_out", "disk_read", "disk_write"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """Place the step inputs of a micro-batch in the device tier."""
+
+    microbatch: int
+    writes: tuple[BufferId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """Run a block's forward; it keeps saved values when `writes` names a `saved/` buffer."""
+
+    block: int
+    microbatch: int
+    reads: tuple[BufferId, ...]
+    writes: tuple[BufferId, ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Run a block's forward again to create its saved values; its outputs are dropped."""
+
+    block: int
+    microbatch: int
+    reads: tuple[BufferId, ...]
+    writes: tuple[BufferId, ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """Run a block's backward: gradients of its inputs, and of its parameters into chunks."""
+
+    block: int
+    microbatch: int
+    reads: tuple[BufferId, ...]
+    writes: tuple[BufferId, ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentNorm:
+    """Sum the squares of a chunk's gradient in float64 over fixed segments of each parameter."""
+
+    chunk: ChunkId
+    reads: tuple[BufferId, ...]
+    writes: tuple[BufferId, ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradNorm:
+    """Add all segment norms in the order of the parameters; writes the global norm."""
+
+    reads: tuple[BufferId, ...]
+    writes: tuple[BufferId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """Apply the optimizer to a chunk in the tier `where`; clips when it reads `norm`."""
+
+    chunk: ChunkId
+    where: TierName
+    reads: tuple[BufferId, ...]
+    writes: tuple[BufferId, ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """Copy a buffer from one tier to another; reserves it there when it is absent."""
+
+    buffer: BufferId
+    source: TierName
+    target: TierName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """Drop a buffer from a tier."""
+
+    buffer: BufferId
+    tier: TierName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """Hand a small buffer (a loss, the norm) to whoever runs the step."""
+
+    buffer: BufferId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """Fill a state of a chunk from outside (weights, a checkpoint); creates it in the device."""
+
+    buffer: BufferId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Hand a state of a chunk that lies in the device tier to whoever saves it."""
+
+    buffer: BufferId
+
+
+Task = (
+    Feed
+    | Forward
+    | Recompute
+    | Backward
+    | SegmentNorm
+    | GradNorm
+    | Update
+    | Copy
+    | Free
+    | Emit
+    | Import
+    | Export
+)
+
+
+def reads_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
+    """Every buffer a task reads, with the tier where it must be present."""
+    match task:
+        case Forward() | Recompute() | Backward() | SegmentNorm() | GradNorm():
+            return tuple((buffer, "device") for buffer in task.reads)
+        case Update():
+            return tuple((buffer, task.where) for buffer in task.reads)
+        case Copy():
+            return ((task.buffer, task.source),)
+        case Free():
+            return ((task.buffer, task.tier),)
+        case Emit() | Export():
+            return ((task.buffer, "device"),)
+        case Feed() | Import():
+            return ()
+
+
+def writes_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
+    """Every buffer a task creates or changes, with its tier. Free is not a write."""
+    match task:
+        case Feed() | Forward() | Recompute() | Backward() | SegmentNorm() | GradNorm():
+            return tuple((buffer, "device") for buffer in task.writes)
+        case Update():
+            return tuple((buffer, task.where) for buffer in task.writes)
+        case Copy():
+            return ((task.buffer, task.target),)
+        case Import():
+            return ((task.buffer, "device"),)
+        case Free() | Emit() | Export():
+            return ()
+
+
+def workspace_of(task: Task) -> int:
+    """Bytes of the compute pool that a task holds only while it runs."""
+    match task:
+        case Forward() | Recompute() | Backward() | SegmentNorm() | Update():
+            return task.workspace_bytes
+        case Feed() | GradNorm() | Copy() | Free() | Emit() | Import() | Export():
+            return 0
+
+
+def lane_of(task: Task) -> Lane:
+    """The lane that executes a task."""
+    match task:
+        case Copy(source="disk"):
+            return "disk_read"
+        case Copy(target="disk"):
+            return "disk_write"
+        case Copy(target="device"):
+            return "copy_in"
+        case Copy():
+            return "copy_out"
+        case Update(where="host"):
+            return "update"
+        case _:
+            return "compute"

@@ -1,0 +1,79 @@
+"""A timeline: spans per lane and memory curves per pool. The simulator predicts one, the runtime
+measures one; both are this type, so that the distance between them is a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from packhorse.program.buffers import PoolId
+from packhorse.program.tasks import Lane
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One task on one lane; `index` is its place in the program."""
+
+    index: int
+    name: str
+    kind: str
+    lane: Lane
+    start_ns: int
+    end_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        """How long it took."""
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPoint:
+    """Bytes in use in a pool from `at_ns` on."""
+
+    at_ns: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What one rank did in one step; times start at 0."""
+
+    source: Literal["simulated", "measured"]
+    rank: int
+    spans: tuple[Span, ...]
+    memory: Mapping[PoolId, tuple[MemoryPoint, ...]]
+
+    @property
+    def makespan_ns(self) -> int:
+        """When the last task ends."""
+        return max((span.end_ns for span in self.spans), default=0)
+
+    @property
+    def peak_bytes(self) -> Mapping[PoolId, int]:
+        """Largest use of each pool."""
+        return {
+            pool: max((point.used_bytes for point in points), default=0)
+            for pool, points in self.memory.items()
+        }
+
+    def busy_ns(self, lane: Lane) -> int:
+        """How long a lane worked."""
+        return sum(span.duration_ns for span in self.spans if span.lane == lane)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the makespan in which the compute lane is idle, between 0 and 1."""
+        makespan_ns = self.makespan_ns
+        return 1 - self.busy_ns("compute") / makespan_ns if makespan_ns else 0.0
+
+    @property
+    def idle_in_span(self) -> float:
+        """Share of the compute lane's own span (first start to last end) in which it is idle."""
+        compute = [span for span in self.spans if span.lane == "compute"]
+        if not compute:
+            return 0.0
+        span_ns = max(s.end_ns for s in compute) - min(s.start_ns for s in compute)
+        return 1 - self.busy_ns("compute") / span_ns if span_ns else 0.0
