@@ -12,7 +12,8 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input \
+  -c constraints.txt
 
 TEST_ARGS ?=
 TRAIN_ARGS ?=
@@ -38,7 +39,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  done; \
 	fi
 	@test -x $(BIN)/python || { \
-	  echo "make venv: no Python 3.11 or newer found; install one, or name it: make PYTHON=/path/to/python venv" >&2; \
+	  echo "make venv: no working Python 3.11 or newer with its venv module was found" >&2; \
+	  echo "  fix: install one, or name it: make venv PYTHON=/path/to/python" >&2; \
 	  exit 2; }
 	$(PIP_INSTALL) torch==2.13.0
 	$(PIP_INSTALL) hatchling editables
