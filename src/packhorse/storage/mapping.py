@@ -57,17 +57,17 @@ class Mapping:
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._start = -first % HUGE_PAGE_BYTES
         self._address = first + self._start
-        if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._advise_huge_pages(self._map)
+        self._huge_pages = huge_pages and self._advise_huge_pages(self._map)
 
-    def _advise_huge_pages(self, reserved: mmap.mmap) -> None:
+    def _advise_huge_pages(self, reserved: mmap.mmap) -> bool:
+        if not hasattr(mmap, "MADV_HUGEPAGE"):
+            return False
         try:
             reserved.madvise(mmap.MADV_HUGEPAGE, self._start, self._size_bytes)
         except OSError:
             # A kernel built without huge pages refuses the advice; the range works all the same.
-            self._has_huge_pages = False
-        else:
-            self._has_huge_pages = True
+            return False
+        return True
 
     def __enter__(self) -> Self:
         return self
@@ -89,6 +89,11 @@ class Mapping:
     def address(self) -> int:
         """Address of the first byte, a multiple of `HUGE_PAGE_BYTES`."""
         return self._address
+
+    @property
+    def huge_pages(self) -> bool:
+        """Whether the kernel took the advice to use huge pages."""
+        return self._huge_pages
 
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview:
         """Give a writable view of a range; the memory stays reserved as long as a view lives."""

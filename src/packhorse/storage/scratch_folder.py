@@ -1,0 +1,149 @@
+"""The folder of a run's scratch files: owned by one live process, cleaned after a dead one.
+
+In: a folder name. Out: a locked `ScratchFolder`, or an `InputError` that names the process which
+holds it. The lock is the kernel's (flock), so that it ends with its process, however that ends.
+Only files made by `ScratchFolder.create_file` are ever removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from packhorse.errors import InputError
+from packhorse.storage.scratch_file import ScratchFile, create_scratch_file
+from packhorse.storage.space import explain_failure
+
+LOCK_NAME: Final = ".packhorse-lock"
+_PREFIX: Final = "packhorse-"
+_SUFFIX: Final = ".scratch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """A scratch file that lies in a folder."""
+
+    path: Path
+    size_bytes: int
+
+
+class ScratchFolder:
+    """A folder that this process holds until `close`; made by `claim_scratch`."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self._path = path
+        self._lock: int | None = lock
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._path
+
+    def file_path(self, name: str) -> Path:
+        """Where the scratch file called `name` lies or would lie."""
+        return self._path / f"{_PREFIX}{name}{_SUFFIX}"
+
+    def create_file(self, name: str, size_bytes: int) -> ScratchFile:
+        """Make the preallocated scratch file `name`; replaces a leftover of that name.
+
+        Raises:
+            StorageError: not enough space, or the folder is unwritable.
+        """
+        return create_scratch_file(self.file_path(name), size_bytes)
+
+    def remove_files(self) -> tuple[Leftover, ...]:
+        """Delete all scratch files here and tell which."""
+        leftovers = find_leftovers(self._path)
+        for leftover in leftovers:
+            leftover.path.unlink(missing_ok=True)
+        return leftovers
+
+    def close(self) -> None:
+        """Give the folder free; scratch files stay. Closing twice is harmless."""
+        if self._lock is not None:
+            # Removed while the lock is still held: whoever opened it meanwhile sees that its file
+            # is no longer the one at this path, and tries again.
+            (self._path / LOCK_NAME).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+
+
+def claim_scratch(folder: str | os.PathLike[str]) -> ScratchFolder:
+    """Take a folder for this process, making it when it is missing. Leftover files stay.
+
+    Raises:
+        InputError: another live process holds it.
+        StorageError: it cannot be made or written.
+    """
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        while True:
+            lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+                os.close(lock)
+                raise InputError(
+                    f"the scratch folder is in use by process {holder or '(unknown)'}",
+                    where=str(path),
+                    fix="give each run its own scratch folder, or wait for that process to end",
+                ) from error
+            except OSError:
+                os.close(lock)
+                raise
+            if _is_at(lock, path / LOCK_NAME):
+                break
+            os.close(lock)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    except OSError as error:
+        raise explain_failure(error, path, "use the scratch folder") from error
+    return ScratchFolder(path, lock)
+
+
+def find_leftovers(folder: str | os.PathLike[str]) -> tuple[Leftover, ...]:
+    """List the scratch files in a folder, by name; looks only, whoever holds the folder."""
+    return tuple(
+        Leftover(path=path, size_bytes=path.stat().st_size)
+        for path in sorted(Path(folder).glob(f"{_PREFIX}*{_SUFFIX}"))
+        if path.is_file() and not path.is_symlink()
+    )
+
+
+def clean_scratch(folder: str | os.PathLike[str]) -> tuple[Leftover, ...]:
+    """Delete what a dead run left in a folder and tell what it was.
+
+    Raises:
+        InputError: the run is alive; nothing was deleted.
+        StorageError: the folder cannot be written.
+    """
+    if not Path(folder).is_dir():
+        return ()
+    with claim_scratch(folder) as claimed:
+        return claimed.remove_files()
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(descriptor)
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)

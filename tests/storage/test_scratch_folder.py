@@ -1,0 +1,67 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packhorse.errors import InputError
+from packhorse.storage.scratch_folder import LOCK_NAME, claim_scratch, clean_scratch, find_leftovers
+
+HOLDER = """
+import sys
+from packhorse.storage.scratch_folder import claim_scratch
+folder = claim_scratch(sys.argv[1])
+folder.create_file("states", 8192)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def start_holder(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_second_run_is_refused_and_a_dead_one_is_cleaned(tmp_path: Path) -> None:
+    folder = tmp_path / "scratch"
+    (tmp_path / "scratch").mkdir()
+    (folder / "mine.txt").write_text("keep")
+    with start_holder(folder) as process:
+        with pytest.raises(InputError, match=f"in use by process {process.pid}") as caught:
+            claim_scratch(folder)
+        assert caught.value.where == str(folder)
+        with pytest.raises(InputError, match="in use"):
+            clean_scratch(folder)
+        assert len(find_leftovers(folder)) == 1
+        process.kill()
+    (leftover,) = find_leftovers(folder)
+    assert (leftover.path.name, leftover.size_bytes) == ("packhorse-states.scratch", 8192)
+    assert clean_scratch(folder) == (leftover,)
+    assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+
+
+def test_folder_is_made_and_can_be_claimed_again(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    with claim_scratch(folder) as claimed:
+        assert (folder / LOCK_NAME).read_text() == f"{os.getpid()}\n"
+        with claimed.create_file("x", 1) as file:
+            assert file.path == claimed.file_path("x")
+        assert [leftover.size_bytes for leftover in claimed.remove_files()] == [4096]
+        with pytest.raises(InputError, match=str(os.getpid())):
+            claim_scratch(folder)
+    claim_scratch(folder).close()
+    assert list(folder.iterdir()) == []
+
+
+def test_nothing_to_clean(tmp_path: Path) -> None:
+    assert clean_scratch(tmp_path / "none") == ()
+    assert find_leftovers(tmp_path / "none") == ()
