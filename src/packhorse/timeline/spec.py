@@ -1,5 +1,7 @@
-"""A timeline: spans per lane and memory curves per pool. The simulator predicts one, the runtime
-measures one; both are this type, so that the distance between them is a number.
+"""A timeline: spans per lane and memory curves per pool.
+
+The simulator predicts one, the runtime measures one; both are this type, so that the distance
+between them is a number.
 """
 
 from __future__ import annotations

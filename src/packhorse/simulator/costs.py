@@ -1,0 +1,196 @@
+"""How long each task takes on a machine, in whole nanoseconds.
+
+In: machine, profile, model and program. Out: `TaskCosts`, one cost model; whoever has a better
+one passes any object with `duration_ns(task)` to the simulator instead.
+
+What is modelled:
+
+    Forward, Recompute, Backward   the body's time, times 1 + map_cost when the heap is mapped
+    Backward                       plus writing or adding parameter gradients into their chunks
+    Copy, Import, Export           latency + bytes / link rate
+    Update                         bytes that it moves, at the rate at which fused AdamW moves them
+    Feed, SegmentNorm, GradNorm    bytes / memory bandwidth
+    every task                     a constant for being issued, looked up and recorded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Final, Literal, Protocol, assert_never
+
+from packhorse.errors import InputError, MismatchError
+from packhorse.machine.spec import Link, Machine, TierName
+from packhorse.model.spec import ITEM_BYTES, BlockId, Model
+from packhorse.profile.spec import BodyTime, Profile
+from packhorse.program.buffers import BufferId
+from packhorse.program.program import Program
+from packhorse.program.tasks import (
+    Backward,
+    Copy,
+    Emit,
+    Export,
+    Feed,
+    Forward,
+    Free,
+    GradNorm,
+    Import,
+    Recompute,
+    SegmentNorm,
+    Task,
+    Update,
+)
+
+# What an interpreter spends around a task: tens of dictionary look-ups, two clock readings and a
+# ledger entry; a whole small body with its buffers was measured at 46 us.
+TASK_NS: Final = 20_000
+
+# Dropping a buffer is one madvise or one free. Unmapping costs a few microseconds for each
+# 2 MiB page, far below the time of filling it again, so one constant serves all sizes.
+FREE_NS: Final = 10_000
+
+# fp32 AdamW reads parameter, gradient and two moments and writes all but the gradient.
+ADAMW_MOVED_BYTES: Final = 28
+
+
+class CostModel(Protocol):
+    """Anything that knows how long a task takes."""
+
+    def duration_ns(self, task: Task) -> int:
+        """Give the duration of a task, at least 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskCosts:
+    """The cost model of one program on one machine.
+
+    `heap` is the plan's heap mode: `map` gives large blocks back at once and pays for it in
+    compute time.
+    """
+
+    machine: Machine
+    profile: Profile
+    model: Model
+    program: Program
+    heap: Literal["keep", "map"]
+
+    def duration_ns(self, task: Task) -> int:
+        """Give the duration of a task.
+
+        Raises:
+            MismatchError: the profile or program belongs to another model.
+            InputError: the machine has no rate for what the task does.
+        """
+        match task:
+            case Forward():
+                time = self._body_time(task.block)
+                saves = any(buffer.startswith("saved/") for buffer in task.writes)
+                return TASK_NS + self._heaped(time.forward_ns if saves else time.discard_ns)
+            case Recompute():
+                return TASK_NS + self._heaped(self._body_time(task.block).forward_ns)
+            case Backward():
+                time = self._body_time(task.block)
+                return TASK_NS + self._heaped(time.backward_ns) + self._gradient_ns(task)
+            case Copy():
+                link = self._link(task.source, task.target)
+                return TASK_NS + self._transfer_ns(link, task.buffer)
+            case Update():
+                return TASK_NS + self._update_ns(task)
+            case SegmentNorm() | GradNorm():
+                return TASK_NS + self._memory_ns(self._sizes_of(task.reads))
+            case Feed():
+                return TASK_NS + self._memory_ns(self._sizes_of(task.writes))
+            case Import():
+                return TASK_NS + self._outside_ns(task.buffer, "disk", "device")
+            case Export():
+                return TASK_NS + self._outside_ns(task.buffer, "device", "disk")
+            case Free():
+                return FREE_NS
+            case Emit():
+                return TASK_NS
+        assert_never(task)
+
+    def _body_time(self, block: int) -> BodyTime:
+        if not 0 <= block < len(self.model.blocks):
+            raise MismatchError(
+                f"the program runs block {block}, but {self.model.name} has"
+                f" {len(self.model.blocks)} blocks",
+                fix="lower the plan again for this model",
+            )
+        body = self.model.blocks[BlockId(block)].body
+        time = self.profile.bodies.get(body)
+        if time is None:
+            raise MismatchError(
+                f"the profile has no times for body {body}",
+                where=f"block {self.model.blocks[block].name} of {self.model.name}",
+                fix="profile this model at this micro-batch shape",
+            )
+        return time
+
+    def _heaped(self, duration_ns: int) -> int:
+        if self.heap == "keep":
+            return duration_ns
+        return ceil(duration_ns * (1 + self.machine.heap.map_cost))
+
+    def _gradient_ns(self, task: Backward) -> int:
+        # The body leaves its parameters' gradients in workspace. The first micro-batch copies
+        # them (read, write), later ones add (two reads, write).
+        chunks = self.program.layout.chunks
+        passes = 3 if any(buffer.startswith("grad/") for buffer in task.reads) else 2
+        if not chunks or not any(buffer.startswith("grad/") for buffer in task.writes):
+            return 0
+        names = self.model.blocks[BlockId(task.block)].parameters
+        elements = sum(
+            parameter.num_elements
+            for parameter in (self.model.parameters[name] for name in names)
+            if parameter.trainable
+        )
+        item_bytes = ITEM_BYTES[self.program.layout.dtypes.get("grad", "float32")]
+        return self._memory_ns(passes * elements * item_bytes)
+
+    def _update_ns(self, task: Update) -> int:
+        rate = next((u for u in self.machine.updates if u.tier == task.where), None)
+        if rate is None:
+            raise InputError(
+                f"the machine has no update rate for the tier {task.where}",
+                where=f"machine {self.machine.name}, update of chunk {task.chunk}",
+                fix="probe the machine again, or add the tier to `updates` of its file",
+            )
+        chunk = self.program.layout.chunks[task.chunk]
+        dtypes: Mapping[str, str] = self.program.layout.dtypes
+        moved_bytes = sum(
+            ITEM_BYTES[dtypes[state]]
+            for state in (buffer.split("/", 1)[0] for buffer in task.reads + task.writes)
+            if state in dtypes
+        )
+        share = moved_bytes / ADAMW_MOVED_BYTES
+        return ceil(chunk.num_elements * share * 1e9 / rate.parameters_per_s)
+
+    def _link(self, source: TierName, target: TierName) -> Link:
+        link = self.machine.link(source, target)
+        if link is None:
+            raise InputError(
+                f"the machine has no link from {source} to {target}",
+                where=f"machine {self.machine.name}",
+                fix="probe the machine with both tiers in its budget, or add the link to its file",
+            )
+        return link
+
+    def _transfer_ns(self, link: Link, buffer: BufferId) -> int:
+        size_bytes = self.program.buffers[buffer].size_bytes
+        return link.latency_ns + ceil(size_bytes * 1e9 / link.bytes_per_s)
+
+    def _outside_ns(self, buffer: BufferId, source: TierName, target: TierName) -> int:
+        # Weights and checkpoints lie in files: the disk's link is the nearest known rate.
+        link = self.machine.link(source, target)
+        if link is None:
+            return self._memory_ns(self.program.buffers[buffer].size_bytes)
+        return self._transfer_ns(link, buffer)
+
+    def _sizes_of(self, buffers: tuple[BufferId, ...]) -> int:
+        return sum(self.program.buffers[buffer].size_bytes for buffer in buffers)
+
+    def _memory_ns(self, size_bytes: int) -> int:
+        return ceil(size_bytes * 1e9 / self.machine.memory_bytes_per_s)

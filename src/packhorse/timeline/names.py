@@ -1,0 +1,120 @@
+"""How a task is called on a timeline: a short name, and the kind that reports group by.
+
+In: a task. Out: texts. The simulator and the runtime both name their spans here, so that a
+predicted and a measured span of the same task can be laid side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, assert_never
+
+from packhorse.program.tasks import (
+    Backward,
+    Copy,
+    Emit,
+    Export,
+    Feed,
+    Forward,
+    Free,
+    GradNorm,
+    Import,
+    Lane,
+    Recompute,
+    SegmentNorm,
+    Task,
+    Update,
+    lane_of,
+)
+
+KINDS: Final[tuple[str, ...]] = (
+    "forward",
+    "recompute",
+    "backward",
+    "norm",
+    "update",
+    "disk_read",
+    "disk_write",
+    "copy_in",
+    "copy_out",
+    "feed",
+    "free",
+    "emit",
+    "import",
+    "export",
+)
+
+LANES: Final[tuple[Lane, ...]] = (
+    "compute",
+    "update",
+    "copy_in",
+    "copy_out",
+    "disk_read",
+    "disk_write",
+)
+
+_WORDS: Final[Mapping[str, str]] = {
+    "disk_read": "read from disk",
+    "disk_write": "write to disk",
+    "copy_in": "copy in",
+    "copy_out": "copy out",
+}
+
+
+def kind_of(task: Task) -> str:
+    """Give the kind that reports group a task by; copies are told apart by their lane."""
+    match task:
+        case Forward():
+            return "forward"
+        case Recompute():
+            return "recompute"
+        case Backward():
+            return "backward"
+        case SegmentNorm() | GradNorm():
+            return "norm"
+        case Update():
+            return "update"
+        case Copy():
+            return lane_of(task)
+        case Feed():
+            return "feed"
+        case Free():
+            return "free"
+        case Emit():
+            return "emit"
+        case Import():
+            return "import"
+        case Export():
+            return "export"
+    assert_never(task)
+
+
+def name_of(task: Task) -> str:
+    """Name a task in a few words, such as `forward 3@0` or `copy param/2 disk -> device`."""
+    match task:
+        case Forward() | Recompute() | Backward():
+            return f"{kind_of(task)} {task.block}@{task.microbatch}"
+        case SegmentNorm():
+            return f"norm {task.chunk}"
+        case GradNorm():
+            return "norm"
+        case Update():
+            return f"update {task.chunk}"
+        case Copy():
+            return f"copy {task.buffer} {task.source} -> {task.target}"
+        case Feed():
+            return f"feed @{task.microbatch}"
+        case Free():
+            return f"free {task.buffer} {task.tier}"
+        case Emit():
+            return f"emit {task.buffer}"
+        case Import():
+            return f"import {task.buffer}"
+        case Export():
+            return f"export {task.buffer}"
+    assert_never(task)
+
+
+def words_for(kind: str) -> str:
+    """Spell a kind or a lane for people."""
+    return _WORDS.get(kind, kind.replace("_", " "))
