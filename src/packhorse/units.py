@@ -7,6 +7,7 @@ In: numbers or texts with a unit. Out: int bytes / ns, or short texts for screen
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Final
 
 KIB: Final = 1024
@@ -45,7 +46,7 @@ def parse_bytes(text: str | int) -> int:
     match = _BYTES_PATTERN.fullmatch(text)
     if match is None or match.group(2).lower() not in _BYTE_UNITS:
         raise ValueError(f"{text!r} is no size; write for example 22GiB, 512MiB or 1000000")
-    return round(float(match.group(1)) * _BYTE_UNITS[match.group(2).lower()])
+    return round(Fraction(match.group(1)) * _BYTE_UNITS[match.group(2).lower()])
 
 
 def format_bytes(num_bytes: float) -> str:
