@@ -1,0 +1,280 @@
+"""plan.json in and out.
+
+In: a `Plan`, or the text of a file (JSON or YAML alike) that a person may have edited. Out: the
+readable text, or the `Plan`. `parse_plan(format_plan(plan)) == plan` always holds. A choice is
+`{"value": ..., "because": ...}`; a bare value is read as a choice made by hand. Sizes may carry a
+unit (`22GiB`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, TypeVar
+
+import yaml
+
+from packhorse.errors import FileFormatError
+from packhorse.machine.spec import TierName
+from packhorse.plan.fields import Fields, as_mapping, parse_piece
+from packhorse.plan.spec import (
+    ActivationChoice,
+    BlockPlan,
+    Choice,
+    ChunkPlan,
+    HeapMode,
+    Numerics,
+    OptimizerPlan,
+    Plan,
+    Prediction,
+)
+from packhorse.plan.text import format_json
+from packhorse.units import format_exact_bytes
+
+KIND: Final = "packhorse/plan"
+VERSION: Final = 1
+Value = TypeVar("Value", int, int | None, TierName, HeapMode, ActivationChoice)
+TIERS: Final[tuple[TierName, ...]] = ("device", "host", "disk")
+
+
+def format_plan(plan: Plan) -> str:
+    """Render a plan as the text of a plan.json, ending in a newline."""
+    return format_json(_plan_to_json(plan)) + "\n"
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read a plan.json (or the same in YAML).
+
+    Raises:
+        FileFormatError: no such file, no plan, a newer version, or a wrong key or value, by name.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise FileFormatError(
+            "there is no such plan file",
+            where=str(path),
+            fix="make one with `packhorse plan RECIPE`",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise FileFormatError(
+            f"the plan is no text: {error.reason} at byte {error.start}",
+            where=str(path),
+            fix="give the plan.json that `packhorse plan` wrote",
+        ) from error
+    return parse_plan(text, where=str(path))
+
+
+def parse_plan(text: str, *, where: str = "plan") -> Plan:
+    """Read the text of a plan.
+
+    Args:
+        text: JSON or YAML.
+        where: the file's name, for errors.
+
+    Raises:
+        FileFormatError: names the key, the value and, for an unknown key, the nearest one.
+    """
+    content = as_mapping(_load(text, where))
+    if content is None:
+        raise FileFormatError(
+            "this is no plan: the file holds no keys",
+            where=where,
+            fix="give the plan.json that `packhorse plan` wrote",
+        )
+    fields = Fields(content, where=where, path="")
+    kind = fields.text("kind")
+    if kind != KIND:
+        raise FileFormatError(
+            f"this file is of kind {kind!r}, not {KIND!r}",
+            where=where,
+            fix="give the plan.json that `packhorse plan` wrote",
+        )
+    version = fields.count("version")
+    if version > VERSION:
+        raise FileFormatError(
+            f"the plan has version {version}; this Packhorse reads versions up to {VERSION}",
+            where=where,
+            fix="update Packhorse, or make the plan again with this one",
+        )
+    plan = _read_plan(fields)
+    fields.finish()
+    return plan
+
+
+def _load(text: str, where: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as json_error:
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            # A file that begins like JSON gets JSON's complaint, which has the better place.
+            shown = json_error if text.lstrip().startswith("{") else error
+            raise FileFormatError(
+                "the plan is neither JSON nor YAML: " + " ".join(str(shown).split()),
+                where=where,
+                fix="undo the last edit, or make the plan again with `packhorse plan`",
+            ) from error
+
+
+def _plan_to_json(plan: Plan) -> dict[str, object]:
+    numerics = plan.numerics
+    return {
+        "kind": KIND,
+        "version": VERSION,
+        "model": plan.model,
+        "model_name": plan.model_name,
+        "machine": plan.machine,
+        "length": plan.length,
+        "budget_bytes": {t: format_exact_bytes(b) for t, b in plan.budget_bytes.items()},
+        "base_bytes": plan.base_bytes,
+        "numerics": {
+            "microbatch_rows": _choice(numerics.microbatch_rows),
+            "num_microbatches": numerics.num_microbatches,
+            "num_workers": numerics.num_workers,
+            "compute_dtype": numerics.compute_dtype,
+            "loss_chunk_tokens": _choice(numerics.loss_chunk_tokens),
+            "tied_sum": numerics.tied_sum,
+            "attention": numerics.attention,
+            "num_threads": numerics.num_threads,
+            "device": numerics.device,
+        },
+        "optimizer": {
+            "name": plan.optimizer.name,
+            "states": list(plan.optimizer.states),
+            "master": plan.optimizer.master,
+            "clips": plan.optimizer.clips,
+        },
+        "heap": _choice(plan.heap),
+        "heap_slack": plan.heap_slack,
+        "chunk_bytes": _choice(plan.chunk_bytes),
+        "pins": list(plan.pins),
+        "blocks": [
+            {"name": block.name, "activations": _choice(block.activations)} for block in plan.blocks
+        ],
+        "chunks": [
+            {
+                "pieces": [f"{p.parameter}[{p.start}:{p.stop}]" for p in chunk.pieces],
+                "group": chunk.group,
+                "trainable": chunk.trainable,
+                "parameters": _choice(chunk.parameters),
+                "gradients": _choice(chunk.gradients),
+                "optimizer": _choice(chunk.optimizer),
+            }
+            for chunk in plan.chunks
+        ],
+        "prediction": None if plan.prediction is None else _prediction_to_json(plan.prediction),
+    }
+
+
+def _choice(choice: Choice[Value]) -> dict[str, object]:
+    return {"value": choice.value, "because": choice.because}
+
+
+def _prediction_to_json(prediction: Prediction) -> dict[str, object]:
+    return {
+        "step_ns": prediction.step_ns,
+        "bottleneck": prediction.bottleneck,
+        "peak_bytes": {tier: dict(causes) for tier, causes in prediction.peak_bytes.items()},
+        "time_ns": dict(prediction.time_ns),
+        "disk_read_bytes": prediction.disk_read_bytes,
+        "disk_written_bytes": prediction.disk_written_bytes,
+        "scratch_bytes": prediction.scratch_bytes,
+    }
+
+
+def _read_plan(fields: Fields) -> Plan:
+    budget = fields.section("budget_bytes")
+    budget_bytes: dict[TierName, int] = {
+        tier: budget.size(tier) for tier in TIERS if tier in budget
+    }
+    budget.finish()
+    return Plan(
+        model=fields.text("model"),
+        model_name=fields.text("model_name"),
+        machine=fields.text("machine"),
+        length=fields.count("length", least=1),
+        budget_bytes=budget_bytes,
+        base_bytes=fields.size("base_bytes"),
+        numerics=_read_numerics(fields.section("numerics")),
+        optimizer=_read_optimizer(fields.section("optimizer")),
+        heap=fields.choice_of("heap", ("keep", "map")),
+        heap_slack=fields.number("heap_slack"),
+        chunk_bytes=fields.choice_of_size("chunk_bytes"),
+        chunks=tuple(_read_chunk(chunk) for chunk in fields.sections("chunks")),
+        blocks=tuple(_read_block(block) for block in fields.sections("blocks")),
+        pins=fields.texts("pins"),
+        prediction=_read_prediction(fields) if fields.has_value("prediction") else None,
+    )
+
+
+def _read_numerics(fields: Fields) -> Numerics:
+    numerics = Numerics(
+        microbatch_rows=fields.choice_of_count("microbatch_rows"),
+        num_microbatches=fields.count("num_microbatches", least=1),
+        num_workers=fields.count("num_workers", least=1),
+        compute_dtype=fields.text("compute_dtype"),
+        loss_chunk_tokens=fields.choice_of_count_or_none("loss_chunk_tokens"),
+        tied_sum=fields.one_of("tied_sum", ("per_microbatch", "per_step")),
+        attention=fields.one_of("attention", ("causal", "eager", "native")),
+        num_threads=fields.count("num_threads", least=1),
+        device=fields.text("device"),
+    )
+    fields.finish()
+    return numerics
+
+
+def _read_optimizer(fields: Fields) -> OptimizerPlan:
+    optimizer = OptimizerPlan(
+        name=fields.one_of("name", ("adamw", "sgd")),
+        states=fields.texts("states"),
+        master=fields.flag("master"),
+        clips=fields.flag("clips"),
+    )
+    fields.finish()
+    return optimizer
+
+
+def _read_chunk(fields: Fields) -> ChunkPlan:
+    place = fields.place("pieces")
+    chunk = ChunkPlan(
+        pieces=tuple(parse_piece(text, place) for text in fields.texts("pieces")),
+        group=fields.text("group"),
+        trainable=fields.flag("trainable"),
+        parameters=fields.choice_of("parameters", TIERS),
+        gradients=fields.choice_of("gradients", TIERS),
+        optimizer=fields.choice_of("optimizer", TIERS),
+    )
+    fields.finish()
+    return chunk
+
+
+def _read_block(fields: Fields) -> BlockPlan:
+    block = BlockPlan(
+        name=fields.text("name"),
+        activations=fields.choice_of("activations", ("keep", "recompute")),
+    )
+    fields.finish()
+    return block
+
+
+def _read_prediction(parent: Fields) -> Prediction:
+    fields = parent.section("prediction")
+    peaks = fields.section("peak_bytes")
+    peak_bytes: dict[TierName, Mapping[str, int]] = {
+        tier: peaks.sizes(tier) for tier in TIERS if tier in peaks
+    }
+    peaks.finish()
+    prediction = Prediction(
+        step_ns=fields.count("step_ns"),
+        peak_bytes=peak_bytes,
+        time_ns=fields.sizes("time_ns"),
+        disk_read_bytes=fields.size("disk_read_bytes"),
+        disk_written_bytes=fields.size("disk_written_bytes"),
+        scratch_bytes=fields.size("scratch_bytes"),
+        bottleneck=fields.text("bottleneck"),
+    )
+    fields.finish()
+    return prediction

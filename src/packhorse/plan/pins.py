@@ -1,0 +1,281 @@
+"""Pins: the choices that a person fixes in a recipe; the search leaves them alone.
+
+In: the recipe's `plan:` mapping. Out: `Pins`. The keys are those of plan.json:
+
+    plan:
+      recompute: all | none | [block names or patterns]
+      parameters | gradients | optimizer: device | disk | {pattern of parameter names: tier}
+      heap: keep | map
+      chunk_bytes: 16MiB
+      microbatch_rows: 4
+      loss_chunk_tokens: 1024 | whole
+      tied_sum | attention | compute_dtype | num_threads | num_workers
+
+The numerics may also stand under `numerics:`. Patterns are shell patterns; the first that fits
+wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Final, Literal, NoReturn, TypeVar
+
+from packhorse.errors import RecipeError
+from packhorse.machine.spec import TierName
+from packhorse.model.spec import Model
+from packhorse.plan.fields import as_list, as_mapping
+from packhorse.plan.spec import ActivationChoice, HeapMode, Piece
+from packhorse.units import parse_bytes
+
+State = Literal["parameters", "gradients", "optimizer"]
+Word = TypeVar("Word")
+
+TIERS: Final[tuple[TierName, ...]] = ("device", "host", "disk")
+WHOLE: Final = "whole"
+_NUMERICS: Final = (
+    "microbatch_rows",
+    "loss_chunk_tokens",
+    "tied_sum",
+    "attention",
+    "compute_dtype",
+    "num_threads",
+    "num_workers",
+)
+_OTHERS: Final = ("recompute", "parameters", "gradients", "optimizer", "heap", "chunk_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """What a person fixed; None, or an empty tuple, leaves a choice to the search.
+
+    `recompute` holds patterns of block names: those recompute and all others keep. The tiers are
+    (pattern of parameter names, tier) pairs. `loss_chunk_tokens` is "whole" for unchunked logits.
+    """
+
+    recompute: tuple[str, ...] | None = None
+    parameters: tuple[tuple[str, TierName], ...] = ()
+    gradients: tuple[tuple[str, TierName], ...] = ()
+    optimizer: tuple[tuple[str, TierName], ...] = ()
+    heap: HeapMode | None = None
+    chunk_bytes: int | None = None
+    microbatch_rows: int | None = None
+    loss_chunk_tokens: int | Literal["whole"] | None = None
+    tied_sum: Literal["per_microbatch", "per_step"] | None = None
+    attention: Literal["causal", "eager", "native"] | None = None
+    compute_dtype: str | None = None
+    num_threads: int | None = None
+    num_workers: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the choices that are fixed."""
+        return tuple(
+            field.name
+            for field in fields(self)
+            if _is_pinned(getattr(self, field.name), field.name)
+        )
+
+    def activation_of(self, block: str) -> ActivationChoice | None:
+        """What a block's activations are pinned to."""
+        if self.recompute is None:
+            return None
+        return "recompute" if any(fnmatchcase(block, p) for p in self.recompute) else "keep"
+
+    def tier_of(self, state: State, pieces: Sequence[Piece]) -> TierName | None:
+        """The tier that a state of a chunk is pinned to.
+
+        Raises:
+            RecipeError: parameters that share the chunk are pinned to different tiers.
+        """
+        pairs = self._pairs(state)
+        if not pairs:
+            return None
+        found: dict[TierName, str] = {}
+        for piece in pieces:
+            for pattern, tier in pairs:
+                if fnmatchcase(piece.parameter, pattern):
+                    found.setdefault(tier, piece.parameter)
+                    break
+        tiers = list(found)
+        if len(tiers) > 1:
+            first, second = tiers[:2]
+            raise RecipeError(
+                f"{found[first]} and {found[second]} share a chunk, "
+                f"but their {state} are pinned to {first} and to {second}",
+                where=f"recipe: plan.{state}",
+                fix="pin both to one tier, or make chunk_bytes smaller",
+            )
+        return tiers[0] if tiers else None
+
+    def check(self, model: Model) -> None:
+        """Refuse a pin that names nothing in the model.
+
+        Raises:
+            RecipeError: names the pattern and the nearest block or parameter.
+        """
+        blocks = [block.name for block in model.blocks]
+        for pattern in self.recompute or ():
+            _check_pattern(pattern, blocks, key="recompute", noun="block")
+        parameters = [str(name) for name in model.parameters]
+        for state in ("parameters", "gradients", "optimizer"):
+            for pattern, _ in self._pairs(state):
+                _check_pattern(pattern, parameters, key=state, noun="parameter")
+
+    def _pairs(self, state: State) -> tuple[tuple[str, TierName], ...]:
+        match state:
+            case "parameters":
+                return self.parameters
+            case "gradients":
+                return self.gradients
+            case "optimizer":
+                return self.optimizer
+
+
+def _is_pinned(value: object, name: str) -> bool:
+    # `recompute: none` is an empty tuple of patterns and a pin all the same.
+    return value is not None and (name == "recompute" or value != ())
+
+
+def read_pins(content: Mapping[str, object]) -> Pins:
+    """Read the `plan:` mapping of a recipe.
+
+    Raises:
+        RecipeError: an unknown key (with the nearest one), a wrong value, a key given twice.
+    """
+    flat = _flatten(content)
+    return Pins(
+        recompute=_read_recompute(flat.get("recompute")),
+        parameters=_read_tiers(flat, "parameters"),
+        gradients=_read_tiers(flat, "gradients"),
+        optimizer=_read_tiers(flat, "optimizer"),
+        heap=_read_word(flat, "heap", ("keep", "map")),
+        chunk_bytes=_read_size(flat, "chunk_bytes"),
+        microbatch_rows=_read_count(flat, "microbatch_rows"),
+        loss_chunk_tokens=_read_loss_chunk(flat),
+        tied_sum=_read_word(flat, "tied_sum", ("per_microbatch", "per_step")),
+        attention=_read_word(flat, "attention", ("causal", "eager", "native")),
+        compute_dtype=_read_word(flat, "compute_dtype", ("float32", "bfloat16", "float16")),
+        num_threads=_read_count(flat, "num_threads"),
+        num_workers=_read_count(flat, "num_workers"),
+    )
+
+
+def _flatten(content: Mapping[str, object]) -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in content.items():
+        if key == "numerics":
+            numerics = as_mapping(value)
+            if numerics is None:
+                _refuse("numerics", value, "a mapping of numerics to pin")
+            for inner, pinned in ((str(name), item) for name, item in numerics.items()):
+                _check_key(inner, _NUMERICS, "plan.numerics")
+                if inner in content:
+                    raise RecipeError(
+                        f"{inner} is pinned twice: to {content[inner]!r} and to {pinned!r}",
+                        where=f"recipe: plan.{inner} and plan.numerics.{inner}",
+                        fix="keep one of them",
+                    )
+                flat[inner] = pinned
+        else:
+            _check_key(str(key), (*_OTHERS, *_NUMERICS, "numerics"), "plan")
+            flat[str(key)] = value
+    return flat
+
+
+def _check_key(key: str, known: Sequence[str], place: str) -> None:
+    if key not in known:
+        near = get_close_matches(key, known, n=1, cutoff=0.0)[0]
+        raise RecipeError(
+            f"{key!r} is no choice of a plan",
+            where=f"recipe: {place}.{key}",
+            fix=f"the nearest choice is {near!r}; all: {', '.join(known)}",
+        )
+
+
+def _read_recompute(value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if value in ("all", "none"):
+        return ("*",) if value == "all" else ()
+    items = as_list(value)
+    if items is None:
+        _refuse("recompute", value, "all, none or a list of block names")
+    return tuple(
+        item if isinstance(item, str) else _refuse("recompute", item, "a block name")
+        for item in items
+    )
+
+
+def _read_tiers(flat: Mapping[str, object], key: str) -> tuple[tuple[str, TierName], ...]:
+    value = flat.get(key)
+    if value is None:
+        return ()
+    by_pattern = as_mapping(value)
+    if by_pattern is None:
+        return (("*", _as_word(key, value, TIERS)),)
+    return tuple((str(k), _as_word(f"{key}.{k}", v, TIERS)) for k, v in by_pattern.items())
+
+
+def _read_word(flat: Mapping[str, object], key: str, words: Sequence[Word]) -> Word | None:
+    value = flat.get(key)
+    return None if value is None else _as_word(key, value, words)
+
+
+def _as_word(key: str, value: object, words: Sequence[Word]) -> Word:
+    for word in words:
+        if value == word:
+            return word
+    return _refuse(key, value, "one of " + ", ".join(str(word) for word in words))
+
+
+def _read_count(flat: Mapping[str, object], key: str) -> int | None:
+    value = flat.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        _refuse(key, value, "a whole number of at least 1")
+    return value
+
+
+def _read_size(flat: Mapping[str, object], key: str) -> int | None:
+    value = flat.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        _refuse(key, value, "a size such as 16MiB")
+    try:
+        size = parse_bytes(value)
+    except ValueError:
+        _refuse(key, value, "a size such as 16MiB")
+    return size if size > 0 else _refuse(key, value, "a size above 0")
+
+
+def _read_loss_chunk(flat: Mapping[str, object]) -> int | Literal["whole"] | None:
+    if flat.get("loss_chunk_tokens") == WHOLE:
+        return WHOLE
+    value = flat.get("loss_chunk_tokens")
+    if isinstance(value, str):
+        _refuse("loss_chunk_tokens", value, f"a number of tokens, or {WHOLE}")
+    return _read_count(flat, "loss_chunk_tokens")
+
+
+def _refuse(key: str, value: object, wanted: str) -> NoReturn:
+    raise RecipeError(
+        f"{key} is pinned to {value!r}, which is not {wanted}",
+        where=f"recipe: plan.{key}",
+        fix=f"give {wanted}, or leave it out and let the search choose",
+    )
+
+
+def _check_pattern(pattern: str, names: Sequence[str], *, key: str, noun: str) -> None:
+    if any(fnmatchcase(name, pattern) for name in names):
+        return
+    near = get_close_matches(pattern, names, n=1, cutoff=0.0)
+    raise RecipeError(
+        f"{pattern!r} fits no {noun} of the model",
+        where=f"recipe: plan.{key}",
+        fix=f"the nearest {noun} is {near[0]!r}" if near else None,
+    )
