@@ -1,0 +1,167 @@
+from dataclasses import replace
+
+import pytest
+
+from packhorse.errors import InputError, MismatchError
+from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
+from packhorse.profile.spec import BodyTime, Profile
+from packhorse.program.buffers import Buffer, Chunk, ChunkId, Layout, Pool, PoolId
+from packhorse.program.program import Program
+from packhorse.program.tasks import (
+    Backward,
+    Copy,
+    Emit,
+    Export,
+    Feed,
+    Forward,
+    Free,
+    GradNorm,
+    Import,
+    Recompute,
+    SegmentNorm,
+    Update,
+)
+from packhorse.simulator.costs import FREE_NS, TASK_NS, TaskCosts
+from tests.support.models import make_model
+
+MODEL = make_model(num_layers=2, hidden=32)
+LAYER_ELEMENTS = 32 * 32 + 2 * 32
+MACHINE = Machine(
+    name="toy",
+    source="hand",
+    fingerprint="",
+    measured_at="",
+    device="cpu",
+    num_cores=2,
+    num_threads=2,
+    bf16_native=False,
+    tiers=(Tier(name="device", total_bytes=1 << 30, budget_bytes=1 << 30),),
+    links=(
+        Link(source="disk", target="device", bytes_per_s=2e9, latency_ns=100),
+        Link(source="device", target="disk", bytes_per_s=1e9, latency_ns=200),
+    ),
+    matmul=(MatmulPoint(dtype="float32", size=512, flops_per_s=1e11),),
+    memory_bytes_per_s=1e10,
+    updates=(UpdateRate(tier="device", parameters_per_s=1e8),),
+    heap=Heap(map_cost=0.25, keep_slack=0.1),
+)
+PROFILE = Profile(
+    model=MODEL.fingerprint,
+    rows=1,
+    length=8,
+    source="measured",
+    bodies={
+        name: BodyTime(forward_ns=1000, discard_ns=800, backward_ns=2000) for name in MODEL.bodies
+    },
+    base_bytes=0,
+)
+SIZES = {
+    "param/0": 4000,
+    "grad/0": 4000,
+    "exp_avg/0": 4000,
+    "exp_avg_sq/0": 4000,
+    "norm/0": 80,
+    "norm": 8,
+    "value/input_ids@0": 640,
+}
+PROGRAM = Program(
+    kind="train_step",
+    model=MODEL.fingerprint,
+    rank=0,
+    num_microbatches=1,
+    pools=(Pool(id=PoolId("device"), tier="device", capacity_bytes=1 << 30),),
+    workspace_pool=PoolId("device"),
+    buffers={
+        name: Buffer(id=name, size_bytes=size, pools={}, home=None) for name, size in SIZES.items()
+    },
+    layout=Layout(
+        chunks=(Chunk(id=ChunkId(0), start=0, num_elements=1000, group="decay", trainable=True),),
+        slots={},
+        dtypes=dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq"), "float32"),
+    ),
+    tasks=(),
+)
+
+
+def costs(**changes):
+    kwargs = {"machine": MACHINE, "profile": PROFILE, "model": MODEL, "program": PROGRAM}
+    return TaskCosts(**{**kwargs, "heap": "keep", **changes})
+
+
+def run_block(kind, *, block=1, reads=(), writes=()):
+    return kind(block=block, microbatch=0, reads=reads, writes=writes, workspace_bytes=0)
+
+
+ADAMW = Update(
+    chunk=ChunkId(0),
+    where="device",
+    reads=("param/0", "grad/0", "exp_avg/0", "exp_avg_sq/0", "norm"),
+    writes=("param/0", "exp_avg/0", "exp_avg_sq/0"),
+    workspace_bytes=0,
+)
+SGD = Update(
+    chunk=ChunkId(0),
+    where="device",
+    reads=("param/0", "grad/0"),
+    writes=("param/0",),
+    workspace_bytes=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "kept_ns", "mapped_ns"),
+    [
+        (run_block(Forward, writes=("saved/1@0",)), 1000, 1250),
+        (run_block(Forward, writes=("value/h1@0",)), 800, 1000),
+        (run_block(Recompute, writes=("saved/1@0",)), 1000, 1250),
+        (run_block(Backward), 2000, 2500),
+    ],
+)
+def test_bodies_cost_their_time_and_more_with_a_mapped_heap(task, kept_ns, mapped_ns):
+    assert costs().duration_ns(task) == TASK_NS + kept_ns
+    assert costs(heap="map").duration_ns(task) == TASK_NS + mapped_ns
+
+
+def test_a_backward_also_moves_its_gradients():
+    first = run_block(Backward, writes=("grad/0",))
+    later = run_block(Backward, reads=("grad/0",), writes=("grad/0",))
+    assert costs().duration_ns(first) == TASK_NS + 2000 + -(-2 * LAYER_ELEMENTS * 4 // 10)
+    assert costs().duration_ns(later) == TASK_NS + 2000 + -(-3 * LAYER_ELEMENTS * 4 // 10)
+
+
+@pytest.mark.parametrize(
+    ("task", "extra_ns"),
+    [
+        (Copy(buffer="param/0", source="disk", target="device"), 100 + 2000),
+        (Copy(buffer="param/0", source="device", target="disk"), 200 + 4000),
+        (Import(buffer="param/0"), 100 + 2000),
+        (Export(buffer="param/0"), 200 + 4000),
+        (ADAMW, 10_000),
+        (SGD, 4286),
+        (SegmentNorm(chunk=ChunkId(0), reads=("grad/0",), writes=(), workspace_bytes=0), 400),
+        (GradNorm(reads=("norm/0",), writes=("norm",)), 8),
+        (Feed(microbatch=0, writes=("value/input_ids@0",)), 64),
+        (Emit(buffer="norm"), 0),
+        (Free(buffer="param/0", tier="device"), FREE_NS - TASK_NS),
+    ],
+)
+def test_the_rest_costs_what_it_moves(task, extra_ns):
+    assert costs().duration_ns(task) == TASK_NS + extra_ns
+    assert costs(heap="map").duration_ns(task) == TASK_NS + extra_ns
+
+
+def test_without_a_disk_outside_states_move_at_memory_speed():
+    assert costs(machine=replace(MACHINE, links=())).duration_ns(Import(buffer="param/0")) == (
+        TASK_NS + 400
+    )
+
+
+def test_says_what_the_machine_or_profile_lacks():
+    with pytest.raises(InputError, match="the machine has no link from host to device"):
+        costs().duration_ns(Copy(buffer="param/0", source="host", target="device"))
+    with pytest.raises(InputError, match="no update rate for the tier host"):
+        costs().duration_ns(replace(ADAMW, where="host"))
+    with pytest.raises(MismatchError, match="the program runs block 9, but toy has 4 blocks"):
+        costs().duration_ns(run_block(Backward, block=9))
+    with pytest.raises(MismatchError, match="the profile has no times for body layer"):
+        costs(profile=replace(PROFILE, bodies={})).duration_ns(run_block(Backward))
