@@ -1,0 +1,175 @@
+"""The table of buffers and the pools they lie in.
+
+In: plan, model, layout and the tasks that name buffers. Out: a `Buffer` per name with its size,
+the pools where it may lie and its home. States with a home are always in the table, used or not:
+they take their place in every program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
+from typing import Final
+
+from packhorse.compiler.passes.updates import updated_states
+from packhorse.errors import DoesNotFitError
+from packhorse.model.spec import ITEM_BYTES, Model
+from packhorse.plan.spec import ChunkPlan, Plan
+from packhorse.program.buffers import (
+    NORM,
+    NORM_SEGMENT_ELEMENTS,
+    Buffer,
+    BufferId,
+    Chunk,
+    Layout,
+    Pool,
+    PoolId,
+    TierName,
+    norm_id,
+    saved_id,
+    state_id,
+    tied_grad_id,
+    value_grad_id,
+    value_id,
+)
+from packhorse.program.tasks import Task, reads_of, writes_of
+from packhorse.units import format_bytes
+
+DEVICE: Final = PoolId("device")
+CHUNKS: Final = PoolId("chunks")
+HEAP: Final = PoolId("heap")
+NORM_BYTES: Final = 8
+TIED_GRAD_ITEM_BYTES: Final = 4
+
+
+def state_pool(plan: Plan) -> PoolId:
+    """The pool of the device tier where states of chunks lie."""
+    return CHUNKS if plan.heap.value == "keep" else DEVICE
+
+
+def heap_pool(plan: Plan) -> PoolId:
+    """The pool of the device tier where everything else and workspace lie."""
+    return HEAP if plan.heap.value == "keep" else DEVICE
+
+
+def name_states(plan: Plan, layout: Layout) -> Mapping[BufferId, Buffer]:
+    """Name every state that has a home: chunk by chunk, parameters first."""
+    found: dict[BufferId, Buffer] = {}
+    for chunk, planned in zip(layout.chunks, plan.chunks, strict=True):
+        states = updated_states(plan.optimizer) if chunk.trainable else ("param",)
+        for state in states:
+            home = planned.parameters.value if state == "param" else planned.optimizer.value
+            buffer = Buffer(
+                id=state_id(state, chunk.id),
+                size_bytes=_state_bytes(layout, state, chunk),
+                pools=_pools(plan, home),
+                home=home,
+            )
+            found[buffer.id] = buffer
+    return found
+
+
+def name_buffers(
+    plan: Plan, model: Model, layout: Layout, tasks: Sequence[Task], *, num_microbatches: int
+) -> Mapping[BufferId, Buffer]:
+    """Name the states with a home and every other buffer that the tasks touch."""
+    touched = {buffer for task in tasks for buffer, _ in (*reads_of(task), *writes_of(task))}
+    transient = [
+        *_gradients(plan, layout),
+        *_norms(plan, layout),
+        *(
+            buffer
+            for index in range(num_microbatches)
+            for buffer in _activations(plan, model, index)
+        ),
+    ]
+    named = {buffer.id: buffer for buffer in transient if buffer.id in touched}
+    return {**name_states(plan, layout), **named}
+
+
+def size_pools(plan: Plan, heap_bytes: int) -> tuple[Pool, ...]:
+    """Share the budgets out over the pools.
+
+    A kept heap gets `heap_bytes`, its live peak, as capacity; its slack is set aside and chunks
+    get the rest.
+
+    Raises:
+        DoesNotFitError: nothing is left for the chunks.
+    """
+    usable = plan.budget_bytes["device"] - plan.base_bytes
+    others = [
+        Pool(id=PoolId(tier), tier=tier, capacity_bytes=capacity)
+        for tier, capacity in sorted(plan.budget_bytes.items())
+        if tier != "device"
+    ]
+    if plan.heap.value == "map":
+        return (_device_pool(plan, DEVICE, usable, heap_bytes=0), *others)
+    held = ceil(heap_bytes * (1 + plan.heap_slack))
+    return (
+        _device_pool(plan, CHUNKS, usable - held, heap_bytes=held),
+        Pool(id=HEAP, tier="device", capacity_bytes=heap_bytes),
+        *others,
+    )
+
+
+def _device_pool(plan: Plan, pool: PoolId, capacity_bytes: int, *, heap_bytes: int) -> Pool:
+    if capacity_bytes <= 0:
+        need = plan.base_bytes + heap_bytes
+        raise DoesNotFitError(
+            f"tier device needs more than {format_bytes(need)} and has "
+            f"{format_bytes(plan.budget_bytes['device'])}",
+            where=f"the process itself holds {format_bytes(plan.base_bytes)}, "
+            f"its heap {format_bytes(heap_bytes)}",
+            fix=f"grant more than {format_bytes(need)}, or make another plan",
+        )
+    return Pool(id=pool, tier="device", capacity_bytes=capacity_bytes)
+
+
+def _pools(plan: Plan, tier: TierName) -> Mapping[TierName, PoolId]:
+    pools: dict[TierName, PoolId] = {"device": state_pool(plan)}
+    if tier != "device":
+        pools[tier] = PoolId(tier)
+    return pools
+
+
+def _state_bytes(layout: Layout, state: str, chunk: Chunk) -> int:
+    return chunk.num_elements * ITEM_BYTES[layout.dtypes[state]]
+
+
+def _gradients(plan: Plan, layout: Layout) -> Iterable[Buffer]:
+    pairs: Iterable[tuple[Chunk, ChunkPlan]] = zip(layout.chunks, plan.chunks, strict=True)
+    for chunk, planned in pairs:
+        if chunk.trainable:
+            yield Buffer(
+                id=state_id("grad", chunk.id),
+                size_bytes=_state_bytes(layout, "grad", chunk),
+                pools=_pools(plan, planned.gradients.value),
+                home=None,
+            )
+
+
+def _norms(plan: Plan, layout: Layout) -> Iterable[Buffer]:
+    for chunk in layout.chunks:
+        stop = chunk.start + chunk.num_elements
+        segments = sum(
+            ceil((min(slot.stop, stop) - max(slot.start, chunk.start)) / NORM_SEGMENT_ELEMENTS)
+            for slot in layout.slots_of(chunk)
+        )
+        yield _transient(plan, norm_id(chunk.id), segments * NORM_BYTES)
+    yield _transient(plan, NORM, NORM_BYTES)
+
+
+def _activations(plan: Plan, model: Model, microbatch: int) -> Iterable[Buffer]:
+    for value in model.values.values():
+        yield _transient(plan, value_id(value.id, microbatch), value.size_bytes)
+        yield _transient(plan, value_grad_id(value.id, microbatch), value.size_bytes)
+    for block in model.blocks:
+        saved_bytes = model.bodies[block.body].saved_bytes
+        yield _transient(plan, saved_id(block.id, microbatch), saved_bytes)
+    for parameter in model.parameters.values():
+        size_bytes = parameter.num_elements * TIED_GRAD_ITEM_BYTES
+        yield _transient(plan, tied_grad_id(parameter.name, microbatch), size_bytes)
+
+
+def _transient(plan: Plan, buffer: BufferId, size_bytes: int) -> Buffer:
+    return Buffer(id=buffer, size_bytes=size_bytes, pools={"device": heap_pool(plan)}, home=None)

@@ -1,0 +1,157 @@
+"""From a plan to a program: a chain of small passes, each a function of tasks to tasks.
+
+In: a plan, the model it was made for and what the program is for. Out: a `Program` that ends in
+the state in which it began (a load fills it, a save leaves it).
+
+    chunks -> layout -> compute order -> norms and updates -> residency -> frees -> pools
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import assert_never
+
+from packhorse.compiler.buffers import HEAP, heap_pool, name_buffers, name_states, size_pools
+from packhorse.compiler.layout import lay_out_chunks
+from packhorse.compiler.matching import check_plan
+from packhorse.compiler.passes.frees import add_frees
+from packhorse.compiler.passes.order import order_evaluation, order_train_step
+from packhorse.compiler.passes.residency import add_residency
+from packhorse.compiler.passes.states import order_load, order_save
+from packhorse.compiler.passes.updates import add_updates
+from packhorse.compiler.peak import replay_peaks
+from packhorse.errors import InputError, RefusedError
+from packhorse.model.spec import Model
+from packhorse.plan.spec import Plan
+from packhorse.program.buffers import Buffer, BufferId, Layout
+from packhorse.program.program import Program, ProgramKind
+from packhorse.program.tasks import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    # A program before its pools are sized.
+    tasks: tuple[Task, ...]
+    buffers: Mapping[BufferId, Buffer]
+    num_microbatches: int
+
+
+def lower_plan(
+    plan: Plan, model: Model, kind: ProgramKind, *, eval_microbatches: int | None = None
+) -> Program:
+    """Lower a plan to a program.
+
+    Args:
+        plan: every decision; it must speak of `model`.
+        model: traced at the plan's micro-batch shape.
+        kind: what the program is for.
+        eval_microbatches: micro-batches of an evaluation; None takes as many as a training step.
+
+    Raises:
+        MismatchError: the plan was made for another model.
+        RefusedError: the plan contradicts itself, or a training step has nothing to train.
+        DoesNotFitError: the device budget is used up before any chunk has a place.
+        InputError: `eval_microbatches` is not positive, or given for another kind.
+    """
+    if eval_microbatches is not None and (kind != "evaluate" or eval_microbatches < 1):
+        raise InputError(
+            f"eval_microbatches is {eval_microbatches} for a program of kind {kind}",
+            fix="give a positive number, and only for an evaluation",
+        )
+    check_plan(plan, model)
+    layout = lay_out_chunks(plan, model)
+    draft = _draft(plan, model, layout, kind, eval_microbatches)
+    return Program(
+        kind=kind,
+        model=model.fingerprint,
+        rank=0,
+        num_microbatches=draft.num_microbatches,
+        pools=size_pools(plan, _heap_bytes(plan, model, layout)),
+        workspace_pool=heap_pool(plan),
+        buffers=draft.buffers,
+        layout=layout,
+        tasks=draft.tasks,
+    )
+
+
+def _draft(
+    plan: Plan,
+    model: Model,
+    layout: Layout,
+    kind: ProgramKind,
+    eval_microbatches: int | None = None,
+) -> _Draft:
+    match kind:
+        case "train_step":
+            _check_trains(model)
+            tasks = add_updates(
+                order_train_step(
+                    model,
+                    layout,
+                    recomputed=[
+                        block.id
+                        for block, planned in zip(model.blocks, plan.blocks, strict=True)
+                        if planned.activations.value == "recompute"
+                    ],
+                    num_microbatches=plan.numerics.num_microbatches,
+                ),
+                layout,
+                plan.optimizer,
+            )
+            return _place(plan, model, layout, tasks, plan.numerics.num_microbatches)
+        case "evaluate":
+            count = eval_microbatches or plan.numerics.num_microbatches
+            tasks = order_evaluation(model, layout, num_microbatches=count)
+            return _place(plan, model, layout, tasks, count)
+        case "load":
+            states = name_states(plan, layout)
+            return _Draft(tasks=order_load(states, states), buffers=states, num_microbatches=0)
+        case "save":
+            states = name_states(plan, layout)
+            return _Draft(tasks=order_save(states, states), buffers=states, num_microbatches=0)
+        case _:
+            assert_never(kind)
+
+
+def _place(
+    plan: Plan, model: Model, layout: Layout, tasks: tuple[Task, ...], num_microbatches: int
+) -> _Draft:
+    buffers = name_buffers(plan, model, layout, tasks, num_microbatches=num_microbatches)
+    return _Draft(
+        tasks=add_frees(add_residency(tasks, buffers), buffers),
+        buffers=buffers,
+        num_microbatches=num_microbatches,
+    )
+
+
+def _heap_bytes(plan: Plan, model: Model, layout: Layout) -> int:
+    # A kept heap never shrinks, so all programs of a plan share one size: the largest of theirs.
+    if plan.heap.value == "map":
+        return 0
+    kinds: list[ProgramKind] = ["evaluate"]
+    if model.num_trainable:
+        kinds.append("train_step")
+    peaks: list[int] = []
+    for kind in kinds:
+        draft = _draft(plan, model, layout, kind)
+        peak = replay_peaks(draft.tasks, draft.buffers, workspace_pool=HEAP)
+        peaks.append(peak.get(HEAP, 0))
+    return max(peaks)
+
+
+def _check_trains(model: Model) -> None:
+    if not model.num_trainable:
+        raise RefusedError(
+            "every parameter is frozen, so there is nothing to train",
+            where=f"model {model.name}",
+            fix="freeze fewer parameters",
+        )
+    for name, parameter in model.parameters.items():
+        reached = all(model.blocks[user].has_backward for user in parameter.blocks)
+        if parameter.trainable and not (parameter.blocks and reached):
+            raise RefusedError(
+                f"parameter {name} is to be trained, but the loss does not depend on it",
+                where=f"model {model.name}",
+                fix=f"freeze it: freeze: ['{name}']",
+            )

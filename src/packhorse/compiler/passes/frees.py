@@ -1,0 +1,29 @@
+"""Frees: every buffer that lives only inside a step is dropped after its last use.
+
+In: tasks and the table of buffers. Out: the same tasks with a Free after the last task that
+touches a buffer without a home. Buffers that may leave the device are the residency pass's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from packhorse.compiler.passes.residency import away_tier
+from packhorse.program.buffers import Buffer, BufferId
+from packhorse.program.tasks import Free, Task, reads_of, writes_of
+
+
+def add_frees(tasks: Sequence[Task], buffers: Mapping[BufferId, Buffer]) -> tuple[Task, ...]:
+    """Insert a Free of every transient buffer directly after its last use."""
+    last: dict[BufferId, int] = {}
+    for position, task in enumerate(tasks):
+        for buffer, _ in (*reads_of(task), *writes_of(task)):
+            if buffers[buffer].home is None and away_tier(buffers[buffer]) is None:
+                last[buffer] = position
+    ending: dict[int, list[Task]] = {}
+    for buffer, position in last.items():
+        ending.setdefault(position, []).append(Free(buffer=buffer, tier="device"))
+    result: list[Task] = []
+    for position, task in enumerate(tasks):
+        result += [task, *ending.get(position, [])]
+    return tuple(result)
