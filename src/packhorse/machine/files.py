@@ -1,0 +1,222 @@
+"""Machine files: JSON and YAML in, JSON and YAML out.
+
+In: text, or a path that ends in .json, .yaml or .yml. Out: a `Machine`; or a `FileFormatError` that
+names the key, what was expected there, and the nearest key that exists.
+`parse_machine(format_machine(machine)) == machine` always holds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Final, cast
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from packhorse.errors import FileFormatError, PackhorseError
+from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
+from packhorse.units import format_bytes
+
+KIND: Final = "packhorse/machine"
+VERSION: Final = 1
+_FIX: Final = "write the file anew with `packhorse probe`, or correct it by hand"
+_PARTS: Final[Mapping[str, type]] = {
+    "tiers": Tier,
+    "links": Link,
+    "matmul": MatmulPoint,
+    "updates": UpdateRate,
+    "heap": Heap,
+}
+
+
+def format_machine(machine: Machine) -> str:
+    """Render a machine as JSON text that ends in a newline."""
+    return json.dumps({"kind": KIND, "version": VERSION} | asdict(machine), indent=2) + "\n"
+
+
+def write_machine(machine: Machine, path: str | os.PathLike[str]) -> None:
+    """Write a machine file; YAML when the name ends in .yaml or .yml, else JSON.
+
+    Raises:
+        FileFormatError: the file cannot be written.
+    """
+    target = Path(path)
+    text = format_machine(machine)
+    if target.suffix in (".yaml", ".yml"):
+        text = yaml.safe_dump(json.loads(text), sort_keys=False)
+    try:
+        target.write_text(text)
+    except OSError as error:
+        raise FileFormatError(
+            f"cannot write the machine file: {error.strerror}", where=str(target)
+        ) from error
+
+
+def read_machine(path: str | os.PathLike[str]) -> Machine:
+    """Read a machine file.
+
+    Raises:
+        FileFormatError: the file is missing, of another kind, of a newer version, or damaged.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileFormatError(
+            f"cannot read the machine file: {getattr(error, 'strerror', None) or error}",
+            where=os.fspath(path),
+            fix="check the path; `packhorse probe` writes such a file",
+        ) from error
+    return parse_machine(text, where=os.fspath(path))
+
+
+def parse_machine(text: str, *, where: str = "machine text") -> Machine:
+    """Read a machine from JSON or YAML text.
+
+    Args:
+        where: what errors name as the place, such as the path.
+
+    Raises:
+        FileFormatError: as for `read_machine`.
+    """
+    try:
+        # JSON is YAML, but its own reader is far faster and keeps 1e9 a number.
+        content: object = json.loads(text) if text.lstrip().startswith("{") else _load_yaml(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise FileFormatError(f"the file is damaged: {error}", where=where, fix=_FIX) from error
+    if not isinstance(content, dict):
+        raise FileFormatError("this is no machine file: it holds no keys", where=where, fix=_FIX)
+    # A parsed JSON or YAML mapping; its keys and values are checked below.
+    found = cast("dict[object, object]", content)
+    _check_kind(found, where)
+    body = {str(key): value for key, value in found.items() if key not in ("kind", "version")}
+    _check_keys(body, where)
+    try:
+        machine = TypeAdapter(Machine).validate_python(body)
+    except ValidationError as error:
+        raise _explain(error, where) from error
+    check_machine(machine, where)
+    return machine
+
+
+def check_machine(machine: Machine, where: str) -> None:
+    """Refuse a machine whose parts do not fit together.
+
+    Raises:
+        FileFormatError: names the first part that is wrong.
+    """
+
+    def refuse(what: str, key: str) -> PackhorseError:
+        return FileFormatError(what, where=f"{where}: {key}", fix=_FIX)
+
+    names = [tier.name for tier in machine.tiers]
+    if "device" not in names:
+        raise refuse("a machine needs a tier named device", "tiers")
+    for index, tier in enumerate(machine.tiers):
+        if tier.name in names[:index]:
+            raise refuse(f"tier {tier.name} is there twice", f"tiers[{index}]")
+        if not 0 <= tier.budget_bytes <= tier.total_bytes:
+            raise refuse(
+                f"the budget of tier {tier.name} is {format_bytes(tier.budget_bytes)}, outside 0 .."
+                f" {format_bytes(tier.total_bytes)}",
+                f"tiers[{index}].budget_bytes",
+            )
+        if tier.name == "disk" and not tier.path:
+            raise refuse("the disk tier needs the path of a scratch folder", f"tiers[{index}].path")
+    for index, link in enumerate(machine.links):
+        for end in (link.source, link.target):
+            if end not in names:
+                raise refuse(f"there is no tier named {end}", f"links[{index}]")
+        if link.latency_ns < 0:
+            raise refuse("a latency cannot be negative", f"links[{index}].latency_ns")
+    for index, update in enumerate(machine.updates):
+        if update.tier not in names:
+            raise refuse(f"there is no tier named {update.tier}", f"updates[{index}].tier")
+    if not machine.matmul:
+        raise refuse("a machine needs at least one point of the matmul curve", "matmul")
+    rates = {"memory_bytes_per_s": machine.memory_bytes_per_s}
+    rates |= {f"links[{i}].bytes_per_s": x.bytes_per_s for i, x in enumerate(machine.links)}
+    rates |= {f"matmul[{i}].flops_per_s": x.flops_per_s for i, x in enumerate(machine.matmul)}
+    rates |= {
+        f"updates[{i}].parameters_per_s": x.parameters_per_s for i, x in enumerate(machine.updates)
+    }
+    for key, rate in rates.items():
+        if not (math.isfinite(rate) and rate > 0):
+            raise refuse(f"a rate must be a positive number, not {rate}", key)
+    counts = {"num_cores": machine.num_cores, "num_threads": machine.num_threads}
+    counts |= {f"matmul[{i}].size": x.size for i, x in enumerate(machine.matmul)}
+    for key, count in counts.items():
+        if count < 1:
+            raise refuse(f"must be at least 1, not {count}", key)
+    for key, share in (
+        ("map_cost", machine.heap.map_cost),
+        ("keep_slack", machine.heap.keep_slack),
+    ):
+        if not (math.isfinite(share) and share >= 0):
+            raise refuse(f"a share must be 0 or more, not {share}", f"heap.{key}")
+
+
+def _load_yaml(text: str) -> object:
+    return cast("object", yaml.safe_load(text))  # the loader is untyped
+
+
+def _check_kind(found: Mapping[object, object], where: str) -> None:
+    kind, version = found.get("kind"), found.get("version")
+    if kind != KIND:
+        raise FileFormatError(
+            f"this is no machine file: its kind is {kind!r}, not {KIND!r}", where=where, fix=_FIX
+        )
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise FileFormatError(
+            f"the machine file has version {version!r}, not a number", where=where, fix=_FIX
+        )
+    if version > VERSION:
+        raise FileFormatError(
+            f"the machine file has version {version}; this program reads versions up to {VERSION}",
+            where=where,
+            fix="install a newer packhorse, or write the file anew with `packhorse probe`",
+        )
+
+
+def _check_keys(body: Mapping[str, object], where: str) -> None:
+    """Refuse unknown keys, naming the nearest, before the types are looked at."""
+    _check_names(body, Machine, where)
+    for key, part in _PARTS.items():
+        value = body.get(key)
+        entries: list[object] = cast("list[object]", value) if isinstance(value, list) else [value]
+        for index, entry in enumerate(entries):
+            if isinstance(entry, dict):
+                place = f"{key}[{index}]" if isinstance(value, list) else key
+                # A parsed mapping: only its keys are looked at.
+                _check_names(cast("dict[str, object]", entry), part, f"{where}: {place}")
+
+
+def _check_names(body: Mapping[str, object], part: type, where: str) -> None:
+    known = [field.name for field in fields(part)]
+    for name in body:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+            fix = f"did you mean {near[0]!r}?" if near else f"the keys are: {', '.join(known)}"
+            raise FileFormatError(f"unknown key {name!r}", where=where, fix=fix)
+
+
+def _explain(error: ValidationError, where: str) -> FileFormatError:
+    first: Any = error.errors(include_url=False)[0]  # a TypedDict of pydantic_core, untyped here
+    place = ""
+    for part in first["loc"]:
+        place += f"[{part}]" if isinstance(part, int) else f".{part}"
+    place = place.removeprefix(".")
+    if first["type"] in ("missing", "missing_keyword_only_argument", "missing_argument"):
+        return FileFormatError(f"key {place!r} is missing", where=where, fix=_FIX)
+    message = str(first["msg"])
+    given = repr(first["input"])
+    return FileFormatError(
+        f"key {place!r}: {message[0].lower()}{message[1:]}, not {given[:80]}",
+        where=where,
+        fix=_FIX,
+    )
