@@ -1,0 +1,136 @@
+"""The global gradient norm, the same bits under every layout, thread count and device.
+
+In: gradients, or the pieces of them that chunks hold. Out: sums of squares per segment, the norm
+in float64, and the clip coefficient.
+
+A segment is 16,384 elements counted from the parameter's own start (the last may be short).
+
+    squares = float64(g) ** 2, short segments filled up with zeros
+    while more than one: squares = first half + second half         elementwise, so always exact
+    norm = sqrt(the same halving over all segments, in the order of the parameters)
+
+Every step is an elementwise operation of IEEE arithmetic, which rounds alike everywhere; a library
+reduction would depend on vector width, threads and version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+SEGMENT_ELEMENTS: Final = 16_384
+_BATCH_SEGMENTS: Final = 4
+SCRATCH_BYTES: Final = 8 * _BATCH_SEGMENTS * SEGMENT_ELEMENTS
+
+
+def count_segments(num_elements: int) -> int:
+    """Count the segments of a parameter, or of a piece that begins at a segment."""
+    return -(-num_elements // SEGMENT_ELEMENTS)
+
+
+@torch.no_grad()
+def segment_squares(pieces: Iterable[Tensor], *, out: Tensor | None = None) -> Tensor:
+    """Sum the squares of each segment of each piece.
+
+    A parameter may be cut into pieces at multiples of 16,384 elements from its start: the results
+    of its pieces, one after the other, are those of the whole. Needs `SCRATCH_BYTES` beyond the
+    result, whatever the size of the pieces.
+
+    Args:
+        pieces: contiguous gradients of any float dtype, all on one device, each beginning at a
+            segment of its parameter.
+        out: float64, 1-D, exactly as long as all segments together; allocated when absent.
+
+    Returns:
+        `out`: float64, 1-D, the segments of all pieces in order.
+
+    Raises:
+        ValueError: `out` has another length, or a piece is not contiguous.
+    """
+    flats: list[Tensor] = []
+    for piece in pieces:
+        if not piece.is_contiguous():
+            raise ValueError(f"a gradient of shape {tuple(piece.shape)} is not contiguous")
+        flats.append(piece.view(-1))
+    total = sum(count_segments(flat.numel()) for flat in flats)
+    device = flats[0].device if flats else None
+    squares = torch.empty(total, dtype=torch.float64, device=device) if out is None else out
+    if squares.shape != (total,):
+        raise ValueError(f"out has shape {tuple(squares.shape)}, the pieces have {total} segments")
+    if not total:
+        return squares
+    largest = min(_BATCH_SEGMENTS, max(count_segments(flat.numel()) for flat in flats))
+    scratch = torch.empty((largest, SEGMENT_ELEMENTS), dtype=torch.float64, device=device)
+    cursor = 0
+    for flat in flats:
+        for start in range(0, flat.numel(), largest * SEGMENT_ELEMENTS):
+            part = flat[start : start + largest * SEGMENT_ELEMENTS]
+            num_rows = count_segments(part.numel())
+            rows = scratch[:num_rows]
+            filled = rows.view(-1)
+            filled[: part.numel()].copy_(part)
+            filled[part.numel() :].zero_()
+            filled.mul_(filled)
+            squares[cursor : cursor + num_rows].copy_(_halve(rows))
+            cursor += num_rows
+    return squares
+
+
+@torch.no_grad()
+def combine_norm(segments: Iterable[Tensor]) -> Tensor:
+    """Give the norm from the segment squares of all parameters.
+
+    Args:
+        segments: float64, 1-D each, in the order of the parameters, and within a parameter in the
+            order of its pieces. Where one tensor ends and the next begins makes no difference.
+
+    Returns:
+        The norm as a float64 scalar; zero when there are no segments.
+    """
+    parts = list(segments)
+    total = sum(part.numel() for part in parts)
+    if not total:
+        return torch.zeros((), dtype=torch.float64)
+    width = 1 << (total - 1).bit_length()
+    row = torch.zeros((1, width), dtype=torch.float64, device=parts[0].device)
+    torch.cat(parts, out=row[0, :total])
+    return _halve(row)[0].sqrt()
+
+
+def global_norm(grads: Iterable[Tensor | None]) -> Tensor:
+    """Give the global norm of whole gradients, for a plain loop to clip by.
+
+    The bits are those that every plan reports when the order of the parameters is the same; None
+    (a parameter without gradient) is skipped.
+
+    Returns:
+        The norm as a float64 scalar.
+    """
+    return combine_norm(
+        [segment_squares([grad.detach().contiguous()]) for grad in grads if grad is not None]
+    )
+
+
+@torch.no_grad()
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Give the factor that gradients are multiplied by, at most 1.
+
+    Computed in float32 as `torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm.float())`
+    does. A NaN or infinite norm gives NaN or zero, as there.
+
+    Returns:
+        A float32 scalar.
+    """
+    return torch.clamp(max_norm / (norm.to(torch.float32) + 1e-6), max=1.0)
+
+
+def _halve(rows: Tensor) -> Tensor:
+    """Add the halves of each row, in place, until one column is left; rows are powers of two."""
+    width = rows.shape[1]
+    while width > 1:
+        width //= 2
+        rows[:, :width].add_(rows[:, width : 2 * width])
+    return rows[:, 0]
