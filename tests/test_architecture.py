@@ -282,7 +282,7 @@ def test_public_names() -> None:
     assert set(packhorse.__all__) == {
         "AdamW", "Run", "SGD", "__version__", "find_plan", "probe", "simulate",
     }  # fmt: skip
-    assert dir(packhorse) == packhorse.__all__
+    assert dir(packhorse) == sorted(packhorse.__all__)
     for name in packhorse.__all__:
         assert getattr(packhorse, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -132,33 +132,42 @@ def find_broken_places(
     return places
 
 
+def show(places: list[str]) -> str:
+    return "\n" + "\n".join(places)
+
+
 FILES = find_files()
 PYTHON_FILES = [path for path in FILES if path.suffix == ".py"]
 
 
 def test_plain_ascii() -> None:
-    assert find_broken_places(FILES, find_non_ascii) == []
+    places = find_broken_places(FILES, find_non_ascii)
+    assert not places, show(places)
 
 
 def test_no_paths_of_a_machine() -> None:
-    assert find_broken_places(FILES, find_machine_paths) == []
+    places = find_broken_places(FILES, find_machine_paths)
+    assert not places, show(places)
 
 
 def test_no_notes_to_self() -> None:
-    assert find_broken_places(FILES, find_notes_to_self) == []
+    places = find_broken_places(FILES, find_notes_to_self)
+    assert not places, show(places)
 
 
 def test_no_swallowed_errors() -> None:
-    assert find_broken_places(PYTHON_FILES, find_swallowed_errors) == []
+    places = find_broken_places(PYTHON_FILES, find_swallowed_errors)
+    assert not places, show(places)
 
 
 def test_no_sleep_in_tests() -> None:
-    assert find_broken_places(PYTHON_FILES, find_sleeps, below=("tests",)) == []
+    places = find_broken_places(PYTHON_FILES, find_sleeps, below=("tests",))
+    assert not places, show(places)
 
 
 def test_escapes_from_the_type_checker_have_a_reason() -> None:
     places = find_broken_places(PYTHON_FILES, find_unexplained_escapes, below=("src", "scripts"))
-    assert places == []
+    assert not places, show(places)
 
 
 def test_packages_and_public_functions_never_share_a_name() -> None:
@@ -185,7 +194,7 @@ def test_links_and_paths_in_prose_exist() -> None:
         missing += [f"{path.name}: {link}" for link in links if not (path.parent / link).exists()]
         paths = re.findall(r"`((?:src|tests|docs|scripts|recipes|bench)/[\w./-]+)`", text)
         missing += [f"{path.name}: {name}" for name in paths if not (ROOT / name).exists()]
-    assert missing == []
+    assert not missing, show(missing)
 
 
 @pytest.mark.parametrize(
