@@ -1,0 +1,248 @@
+"""The token cache: a folder of flat files, written once, mapped for reading.
+
+    tokens.bin     uint16 or uint32, every token of every row, one row after another
+    labels.bin     one bit a token, lowest first: 1 where the loss counts
+    documents.bin  int64, num_documents + 1 places in tokens.bin
+    rows.bin       int64, num_rows + 1 places in documents.bin
+    origins.bin    int64, per document: number of its file, line in it
+    manifest.json  kind, version, what it was made from, counts, size and digest of each file
+
+All numbers are little-endian. A cache is opened only if every file has the size and digest that
+the manifest gives; rows are read through the mapping, so memory is that of the rows in use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packhorse.data.documents import DataSummary
+from packhorse.data.formats import FORMATS, RowFormat
+from packhorse.data.sources import Origin
+from packhorse.errors import DataError, FileFormatError
+
+KIND: Final = "token-cache"
+VERSION: Final = 1
+MANIFEST: Final = "manifest.json"
+TOKEN_FILE: Final = "tokens.bin"
+LABEL_FILE: Final = "labels.bin"
+DOCUMENT_FILE: Final = "documents.bin"
+ROW_FILE: Final = "rows.bin"
+ORIGIN_FILE: Final = "origins.bin"
+FILES: Final = (TOKEN_FILE, LABEL_FILE, DOCUMENT_FILE, ROW_FILE, ORIGIN_FILE)
+_HASH_BLOCK_BYTES: Final = 4 * 1024**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRow:
+    """One row: its tokens, which carry loss, and where in it each document starts."""
+
+    tokens: NDArray[np.int64]
+    labelled: NDArray[np.bool_]
+    document_starts: tuple[int, ...]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSeal:
+    """Size and digest of one file of a cache."""
+
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a cache says of itself.
+
+    `fingerprint` stands for the inputs (files, tokenizer, options), `digest` for the content alone:
+    it stays the same where the same data lies elsewhere.
+    """
+
+    fingerprint: str
+    token_dtype: str
+    vocab_size: int
+    max_length: int
+    packing: bool
+    pad_id: int
+    sources: tuple[Path, ...]
+    summary: DataSummary
+    seals: Mapping[str, FileSeal]
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything a batch depends on."""
+        content: list[object] = [self.token_dtype, self.pad_id, self.packing, self.max_length]
+        content += [self.seals[name].digest for name in FILES if name != ORIGIN_FILE]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+class TokenCache:
+    """A cache that was opened; its files stay mapped while it is in use."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._tokens = np.memmap(folder / TOKEN_FILE, np.dtype(manifest.token_dtype), mode="r")
+        self._labels = np.memmap(folder / LABEL_FILE, np.uint8, mode="r")
+        self._documents = np.memmap(folder / DOCUMENT_FILE, np.dtype("<i8"), mode="r")
+        self._rows = np.memmap(folder / ROW_FILE, np.dtype("<i8"), mode="r")
+        self._origins = np.memmap(folder / ORIGIN_FILE, np.dtype("<i8"), mode="r")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that batches are made of."""
+        return self.manifest.summary.num_rows
+
+    @property
+    def summary(self) -> DataSummary:
+        """What became of the data when the cache was made."""
+        return self.manifest.summary
+
+    def row(self, index: int) -> TokenRow:
+        """Copy one row out of the mapping."""
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"row {index} is outside 0 .. {self.num_rows - 1}")
+        first, last = int(self._rows[index]), int(self._rows[index + 1])
+        places = self._documents[first : last + 1]
+        start, end = int(places[0]), int(places[-1])
+        bits = np.unpackbits(self._labels[start // 8 : (end + 7) // 8], bitorder="little")
+        file_number, line = self._origins[2 * first : 2 * first + 2]
+        return TokenRow(
+            tokens=self._tokens[start:end].astype(np.int64),
+            labelled=bits[start % 8 : start % 8 + end - start].astype(np.bool_),
+            document_starts=tuple(int(place) - start for place in places[:-1]),
+            origin=Origin(path=self.manifest.sources[int(file_number)], line=int(line)),
+        )
+
+
+def open_cache(folder: Path) -> TokenCache:
+    """Open a cache after checking size and digest of each of its files.
+
+    Raises:
+        FileFormatError: it is no cache, of a newer version, or damaged; names the file.
+    """
+    manifest = read_manifest(folder)
+    for name in FILES:
+        found = seal_file(folder / name)
+        expected = manifest.seals[name]
+        if found != expected:
+            raise FileFormatError(
+                f"the token cache is damaged: {name} has {found.size_bytes} bytes and digest "
+                f"{found.digest}, not {expected.size_bytes} and {expected.digest}",
+                where=str(folder / name),
+                fix=f"remove {folder}; it is made again from the data",
+            )
+    return TokenCache(folder, manifest)
+
+
+def seal_file(path: Path) -> FileSeal:
+    """Read a file through and take its size and digest.
+
+    Raises:
+        FileFormatError: it cannot be read.
+    """
+    hasher = hashlib.blake2b(digest_size=16)
+    size_bytes = 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_HASH_BLOCK_BYTES):
+                hasher.update(block)
+                size_bytes += len(block)
+    except OSError as error:
+        raise FileFormatError(
+            f"the token cache is damaged: {path.name} cannot be read ({error.strerror or error})",
+            where=str(path),
+            fix=f"remove {path.parent}; it is made again from the data",
+        ) from error
+    return FileSeal(size_bytes=size_bytes, digest=hasher.hexdigest())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest; the caller makes it durable."""
+    fields = asdict(manifest)
+    fields["sources"] = [str(path) for path in manifest.sources]
+    fields["summary"]["formats"] = [[str(path), name] for path, name in manifest.summary.formats]
+    text = json.dumps({"kind": KIND, "version": VERSION, **fields}, indent=2)
+    (folder / MANIFEST).write_text(text + "\n", encoding="ascii")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a cache.
+
+    Raises:
+        FileFormatError: there is none, it is of a newer version, or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        # Only the keys below are used; a missing or ill-typed one is caught as damage.
+        fields = cast("dict[str, dict[str, object]]", json.loads(path.read_text(encoding="utf-8")))
+        kind, version = cast("tuple[object, object]", (fields["kind"], fields["version"]))
+        if kind != KIND:
+            raise FileFormatError(f"{path} is of kind {kind!r}, not {KIND!r}", where=str(path))
+        if not isinstance(version, int) or version > VERSION:
+            raise FileFormatError(
+                f"{path} has version {version}; this Packhorse reads up to {VERSION}",
+                where=str(path),
+                fix="use a newer Packhorse, or remove the cache",
+            )
+        return _parse_manifest(fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileFormatError(
+            f"the token cache is damaged: {MANIFEST} cannot be read ({error})",
+            where=str(path),
+            fix=f"remove {folder}; it is made again from the data",
+        ) from error
+
+
+def _parse_manifest(fields: Mapping[str, object]) -> Manifest:
+    summary = dict(cast("Mapping[str, object]", fields["summary"]))
+    pairs = cast("list[tuple[str, RowFormat]]", summary.pop("formats"))
+    if any(name not in FORMATS for _, name in pairs):
+        raise ValueError("unknown data format")
+    counts = {name: int(cast("int", value)) for name, value in summary.items()}
+    seals = cast("Mapping[str, Mapping[str, object]]", fields["seals"])
+    return Manifest(
+        fingerprint=str(fields["fingerprint"]),
+        token_dtype=_check_dtype(fields["token_dtype"]),
+        vocab_size=int(cast("int", fields["vocab_size"])),
+        max_length=int(cast("int", fields["max_length"])),
+        packing=bool(fields["packing"]),
+        pad_id=int(cast("int", fields["pad_id"])),
+        sources=tuple(Path(name) for name in cast("list[str]", fields["sources"])),
+        summary=DataSummary(
+            formats=tuple((Path(path), name) for path, name in pairs),
+            **counts,
+        ),
+        seals={
+            name: FileSeal(
+                size_bytes=int(cast("int", seals[name]["size_bytes"])),
+                digest=str(seals[name]["digest"]),
+            )
+            for name in FILES
+        },
+    )
+
+
+def _check_dtype(name: object) -> str:
+    if name not in ("<u2", "<u4"):
+        raise ValueError(f"unknown token type {name!r}")
+    return str(name)
+
+
+def choose_token_dtype(vocab_size: int) -> str:
+    """Pick the narrowest type that holds every token of a vocabulary.
+
+    Raises:
+        DataError: no token can be that large.
+    """
+    if not 1 <= vocab_size <= 2**32:
+        raise DataError(f"a vocabulary of {vocab_size} tokens is outside 1 .. 2^32")
+    return "<u2" if vocab_size <= 2**16 else "<u4"
