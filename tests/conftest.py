@@ -9,6 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, and no deadline: other processes share the cores.
+settings.register_profile("packhorse", derandomize=True, deadline=None)
+settings.load_profile("packhorse")
 
 # Before anything imports torch or transformers: both read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
