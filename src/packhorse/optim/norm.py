@@ -15,15 +15,19 @@ reduction would depend on vector width, threads and version.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import torch
 from torch import Tensor
 
 SEGMENT_ELEMENTS: Final = 16_384
-_BATCH_SEGMENTS: Final = 4
-SCRATCH_BYTES: Final = 8 * _BATCH_SEGMENTS * SEGMENT_ELEMENTS
+# Halving runs in two stages, so that its many short steps are shared by many segments: the wide
+# steps on a few segments that stay in the cache, the narrow ones on what is left of many.
+_WIDE_ROWS: Final = 4
+_NARROW_ROWS: Final = 64
+_NARROW_WIDTH: Final = 64
+SCRATCH_BYTES: Final = 8 * (_WIDE_ROWS * SEGMENT_ELEMENTS + _NARROW_ROWS * _NARROW_WIDTH)
 
 
 def count_segments(num_elements: int) -> int:
@@ -60,22 +64,29 @@ def segment_squares(pieces: Iterable[Tensor], *, out: Tensor | None = None) -> T
     squares = torch.empty(total, dtype=torch.float64, device=device) if out is None else out
     if squares.shape != (total,):
         raise ValueError(f"out has shape {tuple(squares.shape)}, the pieces have {total} segments")
-    if not total:
-        return squares
-    largest = min(_BATCH_SEGMENTS, max(count_segments(flat.numel()) for flat in flats))
-    scratch = torch.empty((largest, SEGMENT_ELEMENTS), dtype=torch.float64, device=device)
-    cursor = 0
-    for flat in flats:
-        for start in range(0, flat.numel(), largest * SEGMENT_ELEMENTS):
-            part = flat[start : start + largest * SEGMENT_ELEMENTS]
-            num_rows = count_segments(part.numel())
-            rows = scratch[:num_rows]
-            filled = rows.view(-1)
-            filled[: part.numel()].copy_(part)
-            filled[part.numel() :].zero_()
-            filled.mul_(filled)
-            squares[cursor : cursor + num_rows].copy_(_halve(rows))
-            cursor += num_rows
+    wide = torch.empty((_WIDE_ROWS, SEGMENT_ELEMENTS), dtype=torch.float64, device=device)
+    narrow = torch.empty((_NARROW_ROWS, _NARROW_WIDTH), dtype=torch.float64, device=device)
+    wide_halves = _halves(wide, _NARROW_WIDTH)
+    narrow_halves = _halves(narrow, 1)
+    done = 0
+    num_waiting = 0
+    for part in _batches(flats):
+        num_rows = count_segments(part.numel())
+        if num_waiting + num_rows > _NARROW_ROWS:
+            _add_halves(narrow_halves)
+            squares[done : done + num_waiting].copy_(narrow[:num_waiting, 0])
+            done += num_waiting
+            num_waiting = 0
+        rows = wide[:num_rows, : _width_of(part)]
+        filled = rows.view(-1)
+        filled[: part.numel()].copy_(part)
+        filled[part.numel() :].zero_()
+        filled.mul_(filled)
+        _add_halves(wide_halves if rows.shape == wide.shape else _halves(rows, _NARROW_WIDTH))
+        narrow[num_waiting : num_waiting + num_rows].copy_(wide[:num_rows, :_NARROW_WIDTH])
+        num_waiting += num_rows
+    _add_halves(narrow_halves)
+    squares[done:].copy_(narrow[:num_waiting, 0])
     return squares
 
 
@@ -97,7 +108,8 @@ def combine_norm(segments: Iterable[Tensor]) -> Tensor:
     width = 1 << (total - 1).bit_length()
     row = torch.zeros((1, width), dtype=torch.float64, device=parts[0].device)
     torch.cat(parts, out=row[0, :total])
-    return _halve(row)[0].sqrt()
+    _add_halves(_halves(row, 1))
+    return row[0, 0].sqrt()
 
 
 def global_norm(grads: Iterable[Tensor | None]) -> Tensor:
@@ -127,10 +139,29 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm.to(torch.float32) + 1e-6), max=1.0)
 
 
-def _halve(rows: Tensor) -> Tensor:
-    """Add the halves of each row, in place, until one column is left; rows are powers of two."""
+def _batches(flats: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Cut each piece into runs of at most `_WIDE_ROWS` segments."""
+    for flat in flats:
+        yield from flat.split(_WIDE_ROWS * SEGMENT_ELEMENTS) if flat.numel() else ()
+
+
+def _width_of(part: Tensor) -> int:
+    """Give the width to begin at: where a short segment's upper halves are zeros, they add 0."""
+    if part.numel() > SEGMENT_ELEMENTS:
+        return SEGMENT_ELEMENTS
+    return max(_NARROW_WIDTH, 1 << (part.numel() - 1).bit_length())
+
+
+def _halves(rows: Tensor, until_width: int) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Give the halves to add, widest first, until rows of a power of two have `until_width`."""
+    halves: list[tuple[Tensor, Tensor]] = []
     width = rows.shape[1]
-    while width > 1:
+    while width > until_width:
         width //= 2
-        rows[:, :width].add_(rows[:, width : 2 * width])
-    return rows[:, 0]
+        halves.append((rows[:, :width], rows[:, width : 2 * width]))
+    return tuple(halves)
+
+
+def _add_halves(halves: Iterable[tuple[Tensor, Tensor]]) -> None:
+    for left, right in halves:
+        left.add_(right)
