@@ -1,0 +1,147 @@
+"""A replay of programs that shares no code with the compiler, with symbolic contents.
+
+It follows in which tiers each buffer lies, whether the copies are the newest, how full each pool
+is, and for gradients which uses were summed in which order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from packhorse.model.spec import Model
+from packhorse.program.buffers import Chunk
+from packhorse.program.program import Program
+from packhorse.program.tasks import (
+    Backward,
+    Copy,
+    Emit,
+    Export,
+    Feed,
+    Forward,
+    Free,
+    GradNorm,
+    Import,
+    Recompute,
+    SegmentNorm,
+    Update,
+)
+
+
+@dataclass
+class StepReplay:
+    """Replays one program; `held` maps (buffer, tier) to the version that lies there."""
+
+    program: Program
+    model: Model
+    held: dict = field(default_factory=dict)
+    newest: dict = field(default_factory=dict)
+    sums: dict = field(default_factory=dict)
+    used: Counter = field(default_factory=Counter)
+    peaks: Counter = field(default_factory=Counter)
+    copies: Counter = field(default_factory=Counter)
+
+    def fill(self):
+        for buffer in self.program.buffers.values():
+            if buffer.home is not None:
+                self._place(buffer.id, buffer.home)
+        self.peaks.update(self.used)
+
+    def run(self):
+        for task in self.program.tasks:
+            self.step(task)
+
+    def check_at_home(self):
+        homes = {(b.id, b.home) for b in self.program.buffers.values() if b.home is not None}
+        assert set(self.held) == homes
+        assert all(self.held[name, tier] == self.newest[name] for name, tier in homes)
+
+    def step(self, task):
+        match task:
+            case Copy():
+                self._read(task.buffer, task.source)
+                assert self.held.get((task.buffer, task.target)) != self.newest[task.buffer]
+                self.copies[task.buffer.split("/")[0], task.source, task.target] += 1
+                self._place(task.buffer, task.target)
+                self._note_peak(0)
+            case Free():
+                version = self.held.pop((task.buffer, task.tier))
+                buffer = self.program.buffers[task.buffer]
+                self.used[buffer.pools[task.tier]] -= buffer.size_bytes
+                kept = any(
+                    name == task.buffer and other == version
+                    for (name, _), other in self.held.items()
+                )
+                assert kept or buffer.home is None or version != self.newest[task.buffer]
+                if not any(name == task.buffer for name, _ in self.held):
+                    self.sums.pop(task.buffer, None)
+            case Emit() | Export():
+                self._read(task.buffer, "device")
+            case Import():
+                assert not self._exists(task.buffer)
+                self._place(task.buffer, "device")
+                self._note_peak(0)
+            case Feed():
+                self._touch((), task.writes, 0)
+            case GradNorm():
+                self._touch(task.reads, task.writes, 0)
+            case Forward() | Recompute() | SegmentNorm() | Update():
+                self._touch(task.reads, task.writes, task.workspace_bytes)
+            case Backward():
+                self._touch(task.reads, task.writes, task.workspace_bytes)
+                self._sum(task)
+
+    def _sum(self, task):
+        block = self.model.blocks[task.block]
+        at = f"@{task.microbatch}"
+        for value in block.inputs:
+            name = f"dvalue/{value}{at}"
+            if name in task.writes:
+                self.sums.setdefault(name, []).append(task.block)
+        for value in block.outputs:
+            name = f"dvalue/{value}{at}"
+            if name in task.reads:
+                users = self.model.values[value].consumers
+                users = [user for user in users if self.model.blocks[user].has_backward]
+                assert self.sums[name] == sorted(users, reverse=True)
+        for parameter in block.parameters:
+            running = f"wgrad/{parameter}{at}"
+            if running in task.writes:
+                self.sums.setdefault(running, []).append(task.block)
+                continue
+            for chunk in self.program.layout.chunks_of(parameter):
+                if f"grad/{chunk.id}" in task.writes and self.model.parameters[parameter].trainable:
+                    uses = [*self.sums.get(running, []), task.block]
+                    grads = self.sums.setdefault(f"grad/{chunk.id}", {})
+                    grads.setdefault(parameter, []).append((task.microbatch, tuple(uses)))
+
+    def grads_of(self, chunk: Chunk):
+        return self.sums[f"grad/{chunk.id}"]
+
+    def _touch(self, reads, writes, workspace_bytes):
+        assert len(set(reads)) == len(reads)
+        assert len(set(writes)) == len(writes)
+        for name in reads:
+            self._read(name, "device")
+        for name in writes:
+            assert name in reads or not self._exists(name)
+            self.newest[name] = self.newest.get(name, 0) + 1
+            self._place(name, "device")
+        self._note_peak(workspace_bytes)
+
+    def _exists(self, name):
+        return any(other == name for other, _ in self.held)
+
+    def _read(self, name, tier):
+        assert self.held[name, tier] == self.newest[name], (name, tier)
+
+    def _place(self, name, tier):
+        buffer = self.program.buffers[name]
+        if (name, tier) not in self.held:
+            self.used[buffer.pools[tier]] += buffer.size_bytes
+        self.held[name, tier] = self.newest.setdefault(name, 0)
+
+    def _note_peak(self, workspace_bytes):
+        for pool, used in self.used.items():
+            extra = workspace_bytes if pool == self.program.workspace_pool else 0
+            self.peaks[pool] = max(self.peaks[pool], used + extra)
