@@ -9,6 +9,7 @@ from models import make_model, make_plan
 from step_replay import StepReplay
 
 from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.passes.updates import NORM_WORKSPACE_BYTES
 from packhorse.compiler.peak import peak_of
 from packhorse.errors import DoesNotFitError, InputError, RefusedError
 from packhorse.program.tasks import (
@@ -320,3 +321,16 @@ def test_equal_plans_give_equal_programs():
     model = make_model(num_layers=3, tied_head=True, skips=((0, 3),))
     plan = make_plan(model, parameters=("disk", "device"), num_microbatches=2)
     assert lower_plan(plan, model, "train_step") == lower_plan(plan, model, "train_step")
+
+
+def test_the_norm_has_the_workspace_that_it_needs():
+    norm = pytest.importorskip("packhorse.optim.norm")
+    assert norm.SCRATCH_BYTES == NORM_WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_only_an_update_that_clips_changes_the_gradient(clips):
+    model = make_model()
+    program = lower_plan(make_plan(model, clips=clips), model, "train_step")
+    updates = [task for task in program.tasks if isinstance(task, Update)]
+    assert {f"grad/{task.chunk}" in task.writes for task in updates} == {clips}

@@ -67,7 +67,7 @@ def lower_plan(
         model=model.fingerprint,
         rank=0,
         num_microbatches=draft.num_microbatches,
-        pools=size_pools(plan, _heap_bytes(plan, model, layout)),
+        pools=size_pools(plan, _heap_bytes(plan, model, layout, kind, draft)),
         workspace_pool=heap_pool(plan),
         buffers=draft.buffers,
         layout=layout,
@@ -125,19 +125,19 @@ def _place(
     )
 
 
-def _heap_bytes(plan: Plan, model: Model, layout: Layout) -> int:
+def _heap_bytes(plan: Plan, model: Model, layout: Layout, kind: ProgramKind, draft: _Draft) -> int:
     # A kept heap never shrinks, so all programs of a plan share one size: the largest of theirs.
+    # Micro-batches of an evaluation are alike, and nothing stays between them: one tells it.
     if plan.heap.value == "map":
         return 0
-    kinds: list[ProgramKind] = ["evaluate"]
-    if model.num_trainable:
-        kinds.append("train_step")
-    peaks: list[int] = []
-    for kind in kinds:
-        draft = _draft(plan, model, layout, kind)
-        peak = replay_peaks(draft.tasks, draft.buffers, workspace_pool=HEAP)
-        peaks.append(peak.get(HEAP, 0))
-    return max(peaks)
+    drafts = [_draft(plan, model, layout, "evaluate", 1)]
+    if kind == "train_step":
+        drafts.append(draft)
+    elif model.num_trainable:
+        drafts.append(_draft(plan, model, layout, "train_step"))
+    return max(
+        replay_peaks(each.tasks, each.buffers, workspace_pool=HEAP).get(HEAP, 0) for each in drafts
+    )
 
 
 def _check_trains(model: Model) -> None:

@@ -8,6 +8,8 @@ the Emit of the global norm.
     otherwise:  after the last Backward that writes a gradient chunk: SegmentNorm, Update
                 (Update waits for the last task that reads the chunk's parameters)
                 at the end: GradNorm, Emit
+
+An Update that clips scales the gradient in place, so it writes it too.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from typing import Final
 
 from packhorse.plan.spec import OptimizerPlan
 from packhorse.program.buffers import (
-    CHUNK_ALIGN_ELEMENTS,
     NORM,
+    NORM_SEGMENT_ELEMENTS,
     BufferId,
     Chunk,
     ChunkId,
@@ -36,9 +38,9 @@ from packhorse.program.tasks import (
     writes_of,
 )
 
-# A norm goes over its chunk in stretches of this length, each widened to float64 and squared.
-NORM_STRETCH_ELEMENTS: Final = CHUNK_ALIGN_ELEMENTS
-NORM_ITEM_BYTES: Final = 16
+# Segments are summed a few at a time, whatever the size of the chunk: 4 segments and 64 rows of 64
+# partial sums in float64.
+NORM_WORKSPACE_BYTES: Final = 8 * (4 * NORM_SEGMENT_ELEMENTS + 64 * 64)
 # Fused updates change parameter and states in place, element by element.
 UPDATE_WORKSPACE_BYTES: Final = 0
 
@@ -87,18 +89,19 @@ def _segment_norm(chunk: Chunk) -> SegmentNorm:
         chunk=chunk.id,
         reads=(state_id("grad", chunk.id),),
         writes=(norm_id(chunk.id),),
-        workspace_bytes=min(chunk.num_elements, NORM_STRETCH_ELEMENTS) * NORM_ITEM_BYTES,
+        workspace_bytes=NORM_WORKSPACE_BYTES,
     )
 
 
 def _update(chunk: Chunk, optimizer: OptimizerPlan) -> Update:
     states = _states(chunk.id, optimizer)
+    grad = state_id("grad", chunk.id)
     norm = (NORM,) if optimizer.clips else ()
     return Update(
         chunk=chunk.id,
         where="device",
-        reads=(*states, state_id("grad", chunk.id), *norm),
-        writes=states,
+        reads=(*states, grad, *norm),
+        writes=(*states, grad) if optimizer.clips else states,
         workspace_bytes=UPDATE_WORKSPACE_BYTES,
     )
 
