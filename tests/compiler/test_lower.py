@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lowered_cases import cases
 from models import make_model, make_plan
 from step_replay import StepReplay
 
@@ -23,50 +24,6 @@ from packhorse.program.tasks import (
     SegmentNorm,
     Update,
 )
-
-TIERS = st.lists(st.sampled_from(["device", "disk"]), min_size=1, max_size=4)
-FROZEN = ((), ("embed",), ("embed", "layers.1"), ("layers",), ("head", "layers.2"), ("shared",))
-
-
-@st.composite
-def models(draw):
-    num_layers = draw(st.integers(1, 4))
-    layers = st.integers(1, num_layers)
-    hidden, vocabulary = draw(st.sampled_from([(32, 64), (1024, 1200)]))
-    tied_head = draw(st.booleans())
-    frozen = draw(st.sampled_from(FROZEN))
-    if tied_head and num_layers == 1 and frozen == ("embed", "layers.1"):
-        frozen = ("embed",)  # else nothing is left to train
-    return make_model(
-        num_layers=num_layers,
-        hidden=hidden,
-        vocabulary=vocabulary,
-        tied_head=tied_head,
-        shared_layers=draw(st.sets(layers, max_size=3)),
-        skips=draw(st.lists(st.tuples(st.integers(0, num_layers), st.integers(1, num_layers + 1)))),
-        frozen=frozen,
-        saves=draw(st.booleans()),
-    )
-
-
-@st.composite
-def cases(draw):
-    model = draw(models())
-    master = draw(st.booleans())
-    return model, make_plan(
-        model,
-        chunk_bytes=draw(st.sampled_from([4096, 8192, 1 << 21, 1 << 22])),
-        parameters=draw(TIERS),
-        gradients=draw(TIERS),
-        optimizer=draw(TIERS),
-        activations=draw(st.lists(st.sampled_from(["keep", "recompute"]), min_size=1, max_size=3)),
-        num_microbatches=draw(st.integers(1, 3)),
-        compute_dtype="bfloat16" if master else "float32",
-        clips=draw(st.booleans()),
-        states=draw(st.sampled_from([("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()])),
-        heap=draw(st.sampled_from(["map", "keep"])),
-        heap_slack=0.25,
-    )
 
 
 def replay_steps(program, model, steps=2):
