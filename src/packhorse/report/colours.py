@@ -1,0 +1,53 @@
+"""The colour of each kind of task and cause of memory, the same in every picture.
+
+Hues follow what a task waits for: blues and orange compute, green updates, purples and reds move
+bytes. Kinds that lie side by side also differ in lightness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+_GREY: Final = "#8b949e"
+
+_KIND_COLOURS: Final[Mapping[str, str]] = {
+    "forward": "#3b7dd8",
+    "recompute": "#93bdf2",
+    "backward": "#e07b39",
+    "norm": "#d9b32f",
+    "update": "#2f9e6e",
+    "disk_read": "#8e6bbf",
+    "disk_write": "#cf4f7f",
+    "copy_in": "#4fa9b0",
+    "copy_out": "#a56a43",
+    "import": "#8e6bbf",
+    "export": "#cf4f7f",
+}
+
+_CAUSE_COLOURS: Final[Mapping[str, str]] = {
+    "parameters": "#3b7dd8",
+    "gradients": "#e07b39",
+    "optimizer": "#2f9e6e",
+    "activations": "#93bdf2",
+    "logits": "#d9b32f",
+    "buffers": "#4fa9b0",
+    "workspace": "#8e6bbf",
+    "base": _GREY,
+}
+
+
+def colour_of(name: str) -> str:
+    """Give the colour of a kind of task or of a cause of memory."""
+    return _KIND_COLOURS.get(name) or _CAUSE_COLOURS.get(name) or _GREY
+
+
+def ink_on(colour: str) -> str:
+    """Give the text colour, black or white, that reads better on a colour (WCAG 2 luminance)."""
+    red, green, blue = (_linear(int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "#ffffff" if luminance < 0.25 else "#14171c"
+
+
+def _linear(channel: float) -> float:
+    return channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4

@@ -1,0 +1,227 @@
+"""A plan, explained: does it fit, how long is a step, what was chosen and why?
+
+In: a plan and, where known, an estimate of the run. Out: rich renderables that fit 80 columns and
+read the same without colours, or what `json.dumps` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from packhorse.plan.spec import Plan, Prediction
+from packhorse.report.bars import Bar, StackedBar
+from packhorse.report.choices import fold_choices
+from packhorse.report.colours import colour_of
+from packhorse.report.relief import find_relief, price_clipping
+from packhorse.report.run import RunEstimate, run_as_dict
+from packhorse.report.tables import plain_table
+from packhorse.timeline.names import words_for
+from packhorse.units import format_bytes, format_count, format_ns, format_percent
+
+_WORTH_A_BAR: Final = 0.1
+_NO_PREDICTION: Final = "This plan has no prediction; let `packhorse plan` complete it."
+
+
+def plan_table(plan: Plan, run: RunEstimate | None = None) -> RenderableType:
+    """Render a plan in short: fits, step, run."""
+    table = plain_table(heads=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("plan", _name_plan(plan))
+    prediction = plan.prediction
+    if prediction is None:
+        table.add_row("fits", Text(_NO_PREDICTION, style="yellow"))
+    else:
+        for at, (tier, causes) in enumerate(prediction.peak_bytes.items()):
+            table.add_row("" if at else "fits", _say_peak(plan, tier, causes))
+        table.add_row("step", _say_step(plan, prediction))
+        table.add_row("", Text(f"bound by {words_for(prediction.bottleneck)}", style="dim"))
+    for at, line in enumerate(_say_run(run) if run else ()):
+        table.add_row("" if at else "run", line)
+    return table
+
+
+def explain_plan(plan: Plan, run: RunEstimate | None = None) -> RenderableType:
+    """Render a plan in full: memory and time by cause, bottleneck, relief, choices, run."""
+    parts: list[RenderableType] = [Text(_name_plan(plan), style="bold")]
+    prediction = plan.prediction
+    if prediction is None:
+        parts.append(Text(_NO_PREDICTION, style="yellow"))
+    else:
+        for tier, causes in prediction.peak_bytes.items():
+            parts += _memory_section(plan, tier, causes)
+        parts += _time_section(plan, prediction)
+    parts += _choices_section(plan)
+    if run is not None:
+        parts += [_heading("Run"), _indent(_lines(_say_run(run)))]
+    return Group(*parts)
+
+
+def explanation_as_dict(plan: Plan, run: RunEstimate | None = None) -> dict[str, object]:
+    """Give an explanation as what `json.dumps` takes."""
+    prediction = plan.prediction
+    return {
+        "model": plan.model_name,
+        "machine": plan.machine,
+        "budget_bytes": dict(plan.budget_bytes),
+        "peak_bytes": {tier: dict(causes) for tier, causes in prediction.peak_bytes.items()}
+        if prediction
+        else None,
+        "time_ns": dict(prediction.time_ns) if prediction else None,
+        "step_ns": prediction.step_ns if prediction else None,
+        "bottleneck": prediction.bottleneck if prediction else None,
+        "relief": list(find_relief(plan)),
+        "clipping": price_clipping(plan),
+        "choices": [
+            {
+                "choice": group.choice,
+                "value": group.value,
+                "where": group.where,
+                "because": group.because,
+            }
+            for group in fold_choices(plan)
+        ],
+        "run": run_as_dict(run) if run else None,
+    }
+
+
+def _name_plan(plan: Plan) -> str:
+    numerics = plan.numerics
+    rows, count = numerics.microbatch_rows.value, numerics.num_microbatches
+    batches = f"{count} micro-batch{'es' if count > 1 else ''}"
+    return f"{plan.model_name} on {plan.machine}: {batches} of {rows} x {plan.length} tokens"
+
+
+def _say_peak(plan: Plan, tier: str, causes: Mapping[str, int]) -> str:
+    peak_bytes = sum(causes.values())
+    budget_bytes = _budget_of(plan, tier)
+    if not budget_bytes:
+        return f"{tier}: {format_bytes(peak_bytes)} at the peak"
+    share = format_percent(peak_bytes / budget_bytes)
+    return (
+        f"{tier}: {format_bytes(peak_bytes)} of {format_bytes(budget_bytes)} at the peak, {share}"
+    )
+
+
+def _say_step(plan: Plan, prediction: Prediction) -> str:
+    numerics = plan.numerics
+    tokens = numerics.microbatch_rows.value * numerics.num_microbatches * plan.length
+    rate = tokens * 1e9 / prediction.step_ns if prediction.step_ns else 0.0
+    return (
+        f"{format_ns(prediction.step_ns)}, up to {format_count(rate)} tokens/s;"
+        f" disk: {format_bytes(prediction.disk_read_bytes)} read,"
+        f" {format_bytes(prediction.disk_written_bytes)} written"
+    )
+
+
+def _say_run(run: RunEstimate) -> list[str]:
+    first = f"{format_ns(run.first_step_ns)} to the first step, " if run.first_step_ns else ""
+    tokens = f"{format_count(run.num_tokens)} tokens at {format_count(run.tokens_per_s)} tokens/s"
+    lines = [f"{run.num_steps} steps, {tokens}: {first}{format_ns(run.total_ns)} in all"]
+    if run.num_saves:
+        seconds = f", {format_ns(run.checkpoint_ns)} to save" if run.checkpoint_ns else ""
+        lines.append(
+            f"checkpoint: {format_bytes(run.checkpoint_bytes)}{seconds},"
+            f" {run.num_saves} in the run, {min(run.num_kept, run.num_saves)} kept"
+        )
+    lines.append(
+        f"disk space: {format_bytes(run.worst_disk_bytes)} at worst"
+        f" ({format_bytes(run.scratch_bytes)} of it scratch)"
+    )
+    share = run.endurance_share
+    wear = f", {format_percent(share)} of the drive's endurance" if share is not None else ""
+    lines.append(
+        f"written: {format_bytes(run.written_bytes_per_step)} a step,"
+        f" {format_bytes(run.written_bytes)} in all{wear}"
+    )
+    return lines
+
+
+def _memory_section(plan: Plan, tier: str, causes: Mapping[str, int]) -> list[RenderableType]:
+    peak_bytes = sum(causes.values())
+    budget_bytes = _budget_of(plan, tier)
+    used = {cause: size for cause, size in causes.items() if size}
+    parts = [_heading(f"Memory, {_say_peak(plan, tier, causes)}")]
+    # In a budget that is nearly empty there would be nothing to see.
+    if peak_bytes >= _WORTH_A_BAR * budget_bytes > 0:
+        shares = [(size / budget_bytes, colour_of(cause)) for cause, size in used.items()]
+        parts.append(_indent(StackedBar(parts=shares)))
+    return [*parts, _indent(_bars(used, peak_bytes or 1, format_bytes))]
+
+
+def _time_section(plan: Plan, prediction: Prediction) -> list[RenderableType]:
+    spent = {cause: ns for cause, ns in prediction.time_ns.items() if ns}
+    notes = [
+        f"Bound by {words_for(prediction.bottleneck)}.",
+        *find_relief(plan),
+        price_clipping(plan),
+    ]
+    return [
+        _heading(f"Step, {_say_step(plan, prediction)}"),
+        _indent(_bars(spent, prediction.step_ns or 1, format_ns)),
+        Text(),
+        _indent(_lines(notes)),
+    ]
+
+
+def _choices_section(plan: Plan) -> list[RenderableType]:
+    table = plain_table()
+    table.add_column("choice", no_wrap=True)
+    table.add_column("value", style="bold")
+    table.add_column("because", ratio=1)
+    last = ""
+    for group in fold_choices(plan):
+        reason = Text(group.because)
+        if group.where:
+            reason = Text.assemble((f"{group.where}: ", "dim"), group.because)
+        table.add_row("" if group.choice == last else group.choice, group.value, reason)
+        last = group.choice
+    parts: list[RenderableType] = [_heading("Choices"), _indent(table)]
+    if plan.pins:
+        parts.append(_indent(Text(f"Pinned by hand: {', '.join(plan.pins)}")))
+    return parts
+
+
+def _bars(sizes: Mapping[str, int], whole: int, render: Callable[[float], str]) -> Table:
+    table = plain_table(heads=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(ratio=1)
+    table.expand = True
+    for name, size in sizes.items():
+        share = size / whole
+        table.add_row(
+            words_for(name),
+            render(size),
+            format_percent(share),
+            Bar(share=share, style=colour_of(name)),
+        )
+    return table
+
+
+def _heading(text: str) -> RenderableType:
+    return Padding(Text(text, style="bold"), (1, 0, 0, 0))
+
+
+def _indent(body: RenderableType) -> RenderableType:
+    return Padding(body, (0, 0, 0, 2))
+
+
+def _lines(lines: Iterable[str]) -> RenderableType:
+    table = plain_table(heads=False)
+    table.add_column(width=1)
+    table.add_column(ratio=1)
+    for line in lines:
+        table.add_row("-", Text(line))
+    return table
+
+
+def _budget_of(plan: Plan, tier: str) -> int:
+    return next((size for name, size in plan.budget_bytes.items() if name == tier), 0)

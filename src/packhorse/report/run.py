@@ -1,0 +1,158 @@
+"""What a whole run costs: hours, tokens, checkpoints, disk space, wear.
+
+In: a plan with its prediction, the machine, and how long and how often. Out: a `RunEstimate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from packhorse.errors import InputError
+from packhorse.machine.spec import Machine
+from packhorse.model.spec import ITEM_BYTES
+from packhorse.plan.spec import Piece, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEstimate:
+    """A run of `num_steps` steps, saved `num_saves` times, the last `num_kept` saves staying.
+
+    `first_step_ns` is the time until the first step starts, None if unknown. `checkpoint_ns` is
+    None for a machine that has no rate for writing to disk. `weights_bytes` is the finished model
+    at the top of the run folder. `endurance_bytes` is what the drive may be written in its life.
+    """
+
+    num_steps: int
+    tokens_per_step: int
+    step_ns: int
+    first_step_ns: int | None
+    num_saves: int
+    num_kept: int
+    weights_bytes: int
+    checkpoint_bytes: int
+    checkpoint_ns: int | None
+    scratch_bytes: int
+    written_bytes_per_step: int
+    endurance_bytes: int | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of a step over the time of a step."""
+        return self.tokens_per_step * 1e9 / self.step_ns if self.step_ns else 0.0
+
+    @property
+    def total_ns(self) -> int:
+        """All steps, all saves, and the way to the first step."""
+        saves_ns = self.num_saves * (self.checkpoint_ns or 0)
+        return self.num_steps * self.step_ns + saves_ns + (self.first_step_ns or 0)
+
+    @property
+    def hours(self) -> float:
+        """`total_ns` in hours."""
+        return self.total_ns / 3.6e12
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all steps."""
+        return self.num_steps * self.tokens_per_step
+
+    @property
+    def worst_disk_bytes(self) -> int:
+        """Scratch, kept checkpoints and the finished model; a new save lands before an old goes."""
+        held = min(self.num_saves, self.num_kept + 1)
+        return self.scratch_bytes + held * self.checkpoint_bytes + self.weights_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """Everything written to disk in the whole run."""
+        saved = self.num_saves * self.checkpoint_bytes + self.weights_bytes
+        return self.num_steps * self.written_bytes_per_step + saved
+
+    @property
+    def endurance_share(self) -> float | None:
+        """Share of the drive's life that the run writes; None if the drive is unknown."""
+        return self.written_bytes / self.endurance_bytes if self.endurance_bytes else None
+
+
+def estimate_run(
+    plan: Plan,
+    machine: Machine,
+    *,
+    num_steps: int,
+    num_saves: int,
+    num_kept: int,
+    tokens_per_step: int | None = None,
+    first_step_ns: int | None = None,
+    endurance_bytes: int | None = None,
+) -> RunEstimate:
+    """Estimate a run.
+
+    Args:
+        plan: a plan that has a prediction.
+        machine: gives the rate at which checkpoints are written.
+        num_steps: optimizer steps of the whole run.
+        num_saves: checkpoints written in the whole run.
+        num_kept: checkpoints that stay.
+        tokens_per_step: None takes all rows at full length.
+        first_step_ns: loading and whatever else comes before step 1, if known.
+        endurance_bytes: what the drive may be written in its life, if known.
+
+    Raises:
+        InputError: the plan has no prediction.
+    """
+    if plan.prediction is None:
+        raise InputError(
+            "the plan has no prediction, so its run cannot be estimated",
+            where=f"plan of {plan.model_name} for {plan.machine}",
+            fix="let `packhorse plan` complete it",
+        )
+    num_elements = sum(_length(chunk.pieces) for chunk in plan.chunks)
+    num_trained = sum(_length(chunk.pieces) for chunk in plan.chunks if chunk.trainable)
+    num_states = len(plan.optimizer.states) + plan.optimizer.master
+    weights_bytes = num_elements * ITEM_BYTES[plan.numerics.compute_dtype]
+    checkpoint_bytes = weights_bytes + num_trained * num_states * ITEM_BYTES["float32"]
+    link = machine.link("device", "disk")
+    numerics = plan.numerics
+    all_tokens = numerics.microbatch_rows.value * numerics.num_microbatches * plan.length
+    return RunEstimate(
+        num_steps=num_steps,
+        tokens_per_step=all_tokens if tokens_per_step is None else tokens_per_step,
+        step_ns=plan.prediction.step_ns,
+        first_step_ns=first_step_ns,
+        num_saves=num_saves,
+        num_kept=num_kept,
+        weights_bytes=weights_bytes,
+        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_ns=ceil(checkpoint_bytes * 1e9 / link.bytes_per_s) if link else None,
+        scratch_bytes=plan.prediction.scratch_bytes,
+        written_bytes_per_step=plan.prediction.disk_written_bytes,
+        endurance_bytes=endurance_bytes,
+    )
+
+
+def run_as_dict(run: RunEstimate) -> dict[str, object]:
+    """Give a run as what `json.dumps` takes."""
+    return {
+        "steps": run.num_steps,
+        "tokens_per_step": run.tokens_per_step,
+        "tokens": run.num_tokens,
+        "tokens_per_s": run.tokens_per_s,
+        "step_ns": run.step_ns,
+        "total_ns": run.total_ns,
+        "first_step_ns": run.first_step_ns,
+        "saves": run.num_saves,
+        "checkpoint_bytes": run.checkpoint_bytes,
+        "checkpoint_ns": run.checkpoint_ns,
+        "weights_bytes": run.weights_bytes,
+        "scratch_bytes": run.scratch_bytes,
+        "worst_disk_bytes": run.worst_disk_bytes,
+        "written_bytes_per_step": run.written_bytes_per_step,
+        "written_bytes": run.written_bytes,
+        "endurance_share": run.endurance_share,
+    }
+
+
+def _length(pieces: Sequence[Piece]) -> int:
+    return sum(piece.stop - piece.start for piece in pieces)
