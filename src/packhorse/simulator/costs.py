@@ -9,7 +9,7 @@ What is modelled:
     Backward                       plus writing or adding parameter gradients into their chunks
     Copy, Import, Export           latency + bytes / link rate
     Update                         bytes that it moves, at the rate at which fused AdamW moves them
-    Feed, SegmentNorm, GradNorm    bytes / memory bandwidth
+    Feed, GradNorm, SegmentNorm    bytes / memory bandwidth, for SegmentNorm several times
     every task                     a constant for being issued, looked up and recorded
 """
 
@@ -49,6 +49,10 @@ TASK_NS: Final = 20_000
 # Dropping a buffer is one madvise or one free. Unmapping costs a few microseconds for each
 # 2 MiB page, far below the time of filling it again, so one constant serves all sizes.
 FREE_NS: Final = 10_000
+
+# Squares in float64 and their halving into one sum per segment touch wide copies of the gradient
+# several times, partly in cache: measured, nine times as long as reading it once.
+NORM_PASSES: Final = 9
 
 # fp32 AdamW reads parameter, gradient and two moments and writes all but the gradient.
 ADAMW_MOVED_BYTES: Final = 28
@@ -98,7 +102,9 @@ class TaskCosts:
                 return TASK_NS + self._transfer_ns(link, task.buffer)
             case Update():
                 return TASK_NS + self._update_ns(task)
-            case SegmentNorm() | GradNorm():
+            case SegmentNorm():
+                return TASK_NS + self._memory_ns(NORM_PASSES * self._sizes_of(task.reads))
+            case GradNorm():
                 return TASK_NS + self._memory_ns(self._sizes_of(task.reads))
             case Feed():
                 return TASK_NS + self._memory_ns(self._sizes_of(task.writes))
