@@ -333,3 +333,26 @@ def test_enospc_on_a_real_small_disk(tmp_path: Path) -> None:
     assert "the scratch file does not fit on the disk: need 16.0 MiB" in done.stdout
     assert "the disk is full: cannot write 16.0 MiB" in done.stdout
     assert "b'old' ['f']" in done.stdout
+
+
+def test_a_refused_direct_open_falls_back_to_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def refuse_direct(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_open(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse_direct)
+    assert not takes_direct_io(tmp_path)
+    with create_scratch_file(tmp_path / "s", 2 * PAGE) as file:
+        file.write_from(pattern(PAGE + 1), 0, PAGE + 1)
+        content = bytearray(PAGE + 1)
+        file.read_into(content, 0, PAGE + 1)
+        assert content == pattern(PAGE + 1)
+        assert file.counters.written_bytes == file.counters.read_bytes == PAGE + 1
+    with pytest.raises(StorageError, match="does not take direct I/O"):
+        create_scratch_file(tmp_path / "t", PAGE, direct=True)
+    assert not (tmp_path / "t").exists()

@@ -110,6 +110,22 @@ def with_budget(machine: Machine, budget: Budget, *, here: bool = False) -> Mach
     """Give a machine's tiers the budget; tiers that it does not name keep what they have.
 
     Args:
+        here: as for `grant_tiers`.
+
+    Raises:
+        InputError: as for `grant_tiers`.
+    """
+    tiers = grant_tiers(machine.tiers, budget, owner=machine.name, here=here)
+    return replace(machine, tiers=tiers)
+
+
+def grant_tiers(
+    tiers: Sequence[Tier], budget: Budget, *, owner: str, here: bool = False
+) -> tuple[Tier, ...]:
+    """Give tiers the budget; those that it does not name keep what they have.
+
+    Args:
+        owner: the machine's name, for messages.
         here: the machine is the one that this process runs on, so that the scratch folder must be
             writable and its disk must have the space now.
 
@@ -121,13 +137,12 @@ def with_budget(machine: Machine, budget: Budget, *, here: bool = False) -> Mach
         "host": budget.host_bytes,
         "disk": None if budget.disk is None else budget.disk.size_bytes,
     }
+    there: list[TierName] = [tier.name for tier in tiers]
     for name, size_bytes in named.items():
-        if machine.tier(name) is None and (
-            size_bytes is not None or (name == "disk" and budget.disk is not None)
-        ):
-            raise _no_tier(machine, name)
-    tiers: list[Tier] = []
-    for tier in machine.tiers:
+        if name not in there and (size_bytes is not None or (name == "disk" and budget.disk)):
+            raise _no_tier(owner, there, name)
+    granted: list[Tier] = []
+    for tier in tiers:
         size_bytes = named[tier.name]
         if tier.name == "disk" and budget.disk is not None:
             tier = replace(tier, path=budget.disk.path)
@@ -136,18 +151,16 @@ def with_budget(machine: Machine, budget: Budget, *, here: bool = False) -> Mach
         if size_bytes is not None:
             if size_bytes > tier.total_bytes:
                 raise InputError(
-                    f"the budget of tier {tier.name} is {format_bytes(size_bytes)}, but"
-                    f" {machine.name} has {format_bytes(tier.total_bytes)}",
+                    f"the budget of tier {tier.name} is {format_bytes(size_bytes)}, but {owner}"
+                    f" has {format_bytes(tier.total_bytes)}",
                     where=f"{_WHERE}: {tier.name}" + (f" ({tier.path})" if tier.path else ""),
                     fix=f"grant at most {tier.name}={_floor_mib(tier.total_bytes)}",
                 )
             tier = replace(tier, budget_bytes=size_bytes)
-        tiers.append(tier)
-    if here:
-        for tier in tiers:
-            if tier.name == "disk" and tier.budget_bytes:
-                check_scratch(tier)
-    return replace(machine, tiers=tuple(tiers))
+        if here and tier.name == "disk" and tier.budget_bytes:
+            check_scratch(tier)
+        granted.append(tier)
+    return tuple(granted)
 
 
 def check_scratch(tier: Tier) -> None:
@@ -180,14 +193,11 @@ def _measure_disk(tier: Tier) -> Tier:
     return replace(tier, total_bytes=have_bytes, budget_bytes=free_less_margin(have_bytes, "disk"))
 
 
-def _no_tier(machine: Machine, name: TierName) -> InputError:
-    there = ", ".join(tier.name for tier in machine.tiers)
-    fix = f"name only the tiers that are there: {there}"
-    if name == "host" and machine.device == "cpu":
+def _no_tier(owner: str, there: Sequence[TierName], name: TierName) -> InputError:
+    fix = f"name only the tiers that are there: {', '.join(there)}"
+    if name == "host":
         fix = "without a GPU the device tier is the share of RAM: write device=... instead"
-    return InputError(
-        f"the budget names tier {name}, but {machine.name} has none", where=_WHERE, fix=fix
-    )
+    return InputError(f"the budget names tier {name}, but {owner} has none", where=_WHERE, fix=fix)
 
 
 def _split_text(text: str) -> dict[str, str]:

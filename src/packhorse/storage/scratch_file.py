@@ -349,7 +349,11 @@ def create_scratch_file(
         raise explain_failure(error, target, "allocate the scratch file") from error
     finally:
         os.close(descriptor)
-    return _open(target, size_bytes, direct=direct, block_bytes=block_bytes)
+    try:
+        return _open(target, size_bytes, direct=direct, block_bytes=block_bytes)
+    except StorageError:
+        target.unlink(missing_ok=True)
+        raise
 
 
 def open_scratch_file(

@@ -1,0 +1,195 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packhorse.errors import FileFormatError, InputError
+from packhorse.machine.catalogue import list_known_machines, load_known_machine
+from packhorse.machine.files import format_machine, parse_machine, read_machine, write_machine
+from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
+
+rates = st.floats(1e-3, 1e18, allow_nan=False, allow_infinity=False)
+texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    names = draw(st.sampled_from([("device",), ("device", "disk"), ("device", "host", "disk")]))
+    tiers = []
+    for name in names:
+        total = draw(st.integers(0, 2**60))
+        path = draw(texts) if name == "disk" else None
+        tiers.append(
+            Tier(
+                name=name,
+                total_bytes=total,
+                budget_bytes=draw(st.integers(0, total)),
+                path=path,
+            )
+        )
+    links = [
+        Link(
+            source=source,
+            target=target,
+            bytes_per_s=draw(rates),
+            latency_ns=draw(st.integers(0, 10**9)),
+        )
+        for source in names
+        for target in names
+        if source != target
+    ]
+    return Machine(
+        name=draw(texts),
+        source=draw(st.sampled_from(["probe", "catalogue", "hand"])),
+        fingerprint=draw(texts),
+        measured_at=draw(texts),
+        device=draw(st.sampled_from(["cpu", "cuda"])),
+        num_cores=draw(st.integers(1, 512)),
+        num_threads=draw(st.integers(1, 512)),
+        bf16_native=draw(st.booleans()),
+        tiers=tuple(tiers),
+        links=tuple(links),
+        matmul=tuple(
+            MatmulPoint(dtype="float32", size=size, flops_per_s=draw(rates))
+            for size in draw(st.lists(st.integers(1, 10**5), min_size=1, max_size=3))
+        ),
+        memory_bytes_per_s=draw(rates),
+        updates=(UpdateRate(tier="device", parameters_per_s=draw(rates)),),
+        heap=Heap(map_cost=draw(st.floats(0, 10)), keep_slack=draw(st.floats(0, 10))),
+    )
+
+
+@given(machines())
+def test_round_trip_through_json_and_yaml(machine: Machine) -> None:
+    text = format_machine(machine)
+    assert parse_machine(text) == machine
+    assert parse_machine(yaml.safe_dump(json.loads(text))) == machine
+    assert format_machine(parse_machine(text)) == text
+
+
+def body() -> dict[str, Any]:
+    return json.loads(format_machine(load_known_machine("rtx-4090")))
+
+
+def refuse(content: dict[str, Any]) -> FileFormatError:
+    with pytest.raises(FileFormatError) as caught:
+        parse_machine(json.dumps(content), where="m.json")
+    assert "m.json" in str(caught.value.where)
+    return caught.value
+
+
+def test_file_starts_with_kind_and_version() -> None:
+    assert list(body())[:2] == ["kind", "version"]
+
+
+def test_newer_version_and_other_kind_are_refused_by_name() -> None:
+    assert "version 2; this program reads versions up to 1" in refuse(body() | {"version": 2}).what
+    assert (
+        "'packhorse/plan', not 'packhorse/machine'"
+        in refuse(body() | {"kind": "packhorse/plan"}).what
+    )
+    assert "version None" in refuse({"kind": "packhorse/machine"}).what
+
+
+def test_unknown_keys_name_the_nearest() -> None:
+    error = refuse(body() | {"num_core": 3})
+    assert (error.what, error.fix) == ("unknown key 'num_core'", "did you mean 'num_cores'?")
+    content = body()
+    content["tiers"][1]["budget_byte"] = 1
+    error = refuse(content)
+    assert error.where == "m.json: tiers[1]"
+    assert error.fix == "did you mean 'budget_bytes'?"
+    content = body()
+    content["heap"]["zzz"] = 1
+    assert refuse(content).fix == "the keys are: map_cost, keep_slack"
+
+
+def test_missing_and_ill_typed_keys_are_named() -> None:
+    content = body()
+    del content["links"][2]["latency_ns"]
+    assert refuse(content).what == "key 'links[2].latency_ns' is missing"
+    content = body()
+    content["num_cores"] = "many"
+    assert "key 'num_cores'" in refuse(content).what
+    assert "'many'" in refuse(content).what
+    assert "key 'links'" in refuse(body() | {"links": 4}).what
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"memory_bytes_per_s": -1.0}, "a rate must be a positive number, not -1.0"),
+        ({"num_threads": 0}, "must be at least 1"),
+        ({"matmul": []}, "at least one point"),
+        ({"tiers": []}, "a tier named device"),
+        ({"heap": {"map_cost": -0.1, "keep_slack": 0}}, "a share must be 0 or more"),
+    ],
+)
+def test_values_that_make_no_sense(change: dict[str, Any], words: str) -> None:
+    assert words in refuse(body() | change).what
+
+
+def test_parts_that_do_not_fit_together() -> None:
+    content = body()
+    content["tiers"][0]["budget_bytes"] = content["tiers"][0]["total_bytes"] + 1
+    assert "the budget of tier device" in refuse(content).what
+    content = body()
+    content["tiers"].pop(1)
+    assert "there is no tier named host" in refuse(content).what
+    content = body()
+    content["tiers"][1]["name"] = "device"
+    assert "is there twice" in refuse(content).what
+    content = body()
+    content["tiers"][2]["path"] = None
+    assert "path of a scratch folder" in refuse(content).what
+
+
+def test_yaml_numbers_without_a_dot_and_damage() -> None:
+    text = yaml.safe_dump(body()).replace(
+        "memory_bytes_per_s: 806400000000.0", "memory_bytes_per_s: 8e11"
+    )
+    assert "8e11" in text
+    assert parse_machine(text).memory_bytes_per_s == 8e11
+    for broken in ("{", "a: [", "- 1\n", ""):
+        with pytest.raises(FileFormatError):
+            parse_machine(broken)
+
+
+def test_files(tmp_path: Path) -> None:
+    machine = load_known_machine("laptop-16gb")
+    for name in ("m.json", "m.yaml"):
+        write_machine(machine, tmp_path / name)
+        assert read_machine(tmp_path / name) == machine
+    assert (tmp_path / "m.yaml").read_text().startswith("kind: packhorse/machine\n")
+    with pytest.raises(FileFormatError, match="No such file") as caught:
+        read_machine(tmp_path / "none.json")
+    assert "packhorse probe" in str(caught.value)
+    with pytest.raises(FileFormatError, match="cannot write"):
+        write_machine(machine, tmp_path / "no" / "m.json")
+
+
+def test_catalogue_loads_and_makes_sense() -> None:
+    names = list_known_machines()
+    assert {"laptop-16gb", "rtx-4090", "rtx-3060-12gb", "a100-80gb", "h100-80gb", "h200"} <= {
+        *names
+    }
+    for name in names:
+        machine = load_known_machine(name)
+        assert (machine.name, machine.source) == (name, "catalogue")
+        assert {point.dtype for point in machine.matmul} == {"float32", "bfloat16"}
+        near = "device" if machine.device == "cpu" else "host"
+        for ends in ((near, "disk"), ("disk", near)):
+            assert machine.link(*ends) is not None
+        for tier in machine.tiers:
+            if tier.name != "disk":
+                assert any(update.tier == tier.name for update in machine.updates)
+
+
+def test_catalogue_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="no machine named 'rtx4090'") as caught:
+        load_known_machine("rtx4090")
+    assert "did you mean 'rtx-4090'?" in str(caught.value)

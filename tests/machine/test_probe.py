@@ -1,0 +1,286 @@
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from packhorse.errors import InputError, RunFailedError, StorageError
+from packhorse.machine import probe, probe_compute, probe_disk, probe_heap
+from packhorse.machine.budget import parse_budget
+from packhorse.machine.files import format_machine, parse_machine
+from packhorse.machine.limits import find_core_limit
+from packhorse.machine.probe import probe_machine
+from packhorse.machine.probe_cache import (
+    age_ns,
+    default_cache_folder,
+    load_measured,
+    make_fingerprint,
+    store_measured,
+)
+from packhorse.machine.probe_compute import is_native, measure_matmul, measure_update
+from packhorse.machine.probe_disk import measure_disk, remove_dead_probes
+from packhorse.machine.probe_heap import measure_heap
+from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint
+from packhorse.units import GIB, MIB
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_compute, "_POINT_NS", 1_000_000)
+    monkeypatch.setattr(probe_compute, "_CPU_SIZES", (64, 128))
+    monkeypatch.setattr(probe_compute, "_COPY_BYTES", MIB)
+    monkeypatch.setattr(probe_compute, "_UPDATE_PARAMETERS", MIB)
+
+
+@pytest.fixture
+def no_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "measure_heap", lambda _: Heap(map_cost=0.2, keep_slack=0.1))
+
+
+@pytest.fixture
+def measure(tmp_path: Path, no_heap: None) -> Callable[..., Machine]:
+    def run(budget: object = None, **more: object) -> Machine:
+        return probe_machine(
+            **{
+                "budget": parse_budget(budget),
+                "scratch": str(tmp_path / "scratch"),
+                "cache_folder": tmp_path / "cache",
+                "file_bytes": MIB,
+                "threads": 1,
+                "device": "cpu",
+                **more,
+            }
+        )
+
+    return run
+
+
+def test_probe_measures_this_machine(tmp_path: Path, measure: Callable[..., Machine]) -> None:
+    seen: list[tuple[str, int, int]] = []
+    threads = torch.get_num_threads()
+    machine = measure({"device": "64MiB"}, progress=lambda *part: seen.append(part))
+    assert [index for _, index, _ in seen] == list(range(seen[0][2]))
+    assert torch.get_num_threads() == threads
+    assert parse_machine(format_machine(machine)) == machine
+    assert (machine.source, machine.device, machine.num_threads) == ("probe", "cpu", 1)
+    assert machine.num_cores == find_core_limit().num_cores
+    assert [tier.name for tier in machine.tiers] == ["device", "disk"]
+    assert machine.tiers[0].budget_bytes == 64 * MIB
+    assert machine.tiers[1].path == str(tmp_path / "scratch")
+    assert {point.dtype for point in machine.matmul} == {"float32", "bfloat16"}
+    assert {(link.source, link.target) for link in machine.links} == {
+        ("device", "disk"),
+        ("disk", "device"),
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
+
+
+def test_second_probe_is_cached_and_budgets_are_not(measure: Callable[..., Machine]) -> None:
+    first = measure({"device": "64MiB"})
+    seen: list[tuple[str, int, int]] = []
+    second = measure({"device": "32MiB"}, progress=lambda *part: seen.append(part))
+    assert seen == []
+    assert second.links == first.links
+    assert second.tiers[0].budget_bytes == 32 * MIB
+    measure({"device": "32MiB"}, fresh=True, progress=lambda *part: seen.append(part))
+    assert len(seen) == 6
+    age = age_ns(second)
+    assert age is not None
+    assert age < 600 * 10**9
+
+
+def test_other_threads_are_another_machine(measure: Callable[..., Machine]) -> None:
+    if find_core_limit().num_cores < 2:
+        pytest.skip("one core only")
+    assert measure(threads=1).fingerprint != measure(threads=2).fingerprint
+
+
+def test_bad_requests_measure_nothing(tmp_path: Path, measure: Callable[..., Machine]) -> None:
+    with pytest.raises(InputError, match="the budget of tier device is"):
+        measure({"device": "900TiB"})
+    with pytest.raises(InputError, match="cannot use 0 threads"):
+        measure(threads=0)
+    with pytest.raises(InputError, match="there is no device 'tpu' here"):
+        measure(device="tpu")
+    with pytest.raises(InputError, match="names tier host"):
+        measure({"host": "1GiB"})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="it is no folder"):
+        measure({"disk": str(tmp_path / "file")})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_unwritable_cache_costs_nothing_but_time(
+    tmp_path: Path, measure: Callable[..., Machine]
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert measure().source == "probe"
+
+
+def test_damaged_cache_is_measured_again(tmp_path: Path, measure: Callable[..., Machine]) -> None:
+    fingerprint = measure().fingerprint
+    (path,) = (tmp_path / "cache").iterdir()
+    assert fingerprint in path.name
+    path.write_text(path.read_text()[:100])
+    assert load_measured(tmp_path / "cache", fingerprint) is None
+    assert measure().fingerprint == fingerprint
+    assert load_measured(tmp_path / "cache", fingerprint) is not None
+
+
+def test_cache_names_and_ages(tmp_path: Path, measure: Callable[..., Machine]) -> None:
+    assert default_cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/packhorse")
+    assert default_cache_folder({}) == Path.home() / ".cache/packhorse"
+    facts = {"cpu": "a", "cores": 2}
+    assert make_fingerprint(facts) == make_fingerprint(dict(reversed(facts.items())))
+    assert make_fingerprint(facts) != make_fingerprint(facts | {"cores": 3})
+    machine = measure()
+    then = datetime.fromisoformat(machine.measured_at)
+    assert age_ns(machine, then + timedelta(hours=2)) == 2 * 3600 * 10**9
+    assert then.tzinfo == UTC
+    (tmp_path / "block").write_text("")
+    with pytest.raises(StorageError, match="cannot make the cache folder"):
+        store_measured(tmp_path / "block", machine)
+
+
+def test_matmul_stops_before_a_size_that_would_take_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe_compute, "_CPU_SIZES", (64, 128, 256))
+    monkeypatch.setattr(probe_compute, "_CAP_NS", 0)
+    points = measure_matmul("cpu", torch.float32)
+    assert [point.size for point in points] == [64]
+    assert points[0].dtype == "float32"
+    assert points[0].flops_per_s > 1e6
+
+
+def test_native_is_decided_by_the_largest_common_size() -> None:
+    def curve(*rates: float) -> tuple[MatmulPoint, ...]:
+        return tuple(
+            MatmulPoint(dtype="x", size=2**index, flops_per_s=rate)
+            for index, rate in enumerate(rates)
+        )
+
+    assert is_native(curve(1, 9), curve(5, 5, 50))
+    assert not is_native(curve(9, 1), curve(5, 5))
+    assert not is_native((), curve(5))
+
+
+def test_update_fits_in_little_memory() -> None:
+    assert measure_update("cpu", 0) > 0
+
+
+def test_disk_probe_leaves_nothing(tmp_path: Path) -> None:
+    rates = measure_disk(str(tmp_path / "not" / "there"), file_bytes=2 * MIB)
+    assert rates.read_bytes_per_s > 0
+    assert rates.write_bytes_per_s > 0
+    assert rates.read_latency_ns > 0
+    assert rates.write_latency_ns > 0
+    there, back = rates.links("host")
+    assert (there.source, there.target) == ("host", "disk")
+    assert there.bytes_per_s == rates.write_bytes_per_s
+    assert (back.source, back.target) == ("disk", "host")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sustained_writes_until_steady(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([1.0, 9.0, 8.0, 5.0, 3.0, 3.0, 3.0, 3.0, 7.0])
+    monkeypatch.setattr(probe_disk, "_write_pass", lambda *_: next(rates))
+    assert measure_disk(str(tmp_path), file_bytes=MIB, sustained=True).write_bytes_per_s == 3.0
+    assert next(rates) == 7.0
+
+
+def test_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_disk, "free_bytes", lambda _: 1000)
+    with pytest.raises(StorageError, match="too little space to measure the disk"):
+        measure_disk(str(tmp_path))
+
+
+def test_killed_probes_are_cleaned_and_live_ones_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "packhorse-probe-x"
+    holder = (
+        "import sys\n"
+        "from packhorse.storage.scratch_folder import claim_scratch\n"
+        f"folder = claim_scratch({str(folder)!r})\n"
+        "folder.create_file('probe', 4096)\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert remove_dead_probes(tmp_path) == ()
+        process.send_signal(signal.SIGKILL)
+    assert remove_dead_probes(tmp_path) == (folder,)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_heap_is_measured_in_a_child() -> None:
+    heap = measure_heap(1)
+    assert 0 <= heap.map_cost < 10
+    assert heap.keep_slack == probe_heap.KEEP_SLACK
+
+
+def test_heap_child_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RunFailedError, match="cannot measure the cost of the heap modes") as caught:
+        measure_heap(1)
+    assert "packhorse.machine.probe_heap 1" in str(caught.value)
+
+
+def test_cuda_probe(measure: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    monkeypatch.setattr(probe_compute, "_GPU_SIZES", (256, 1024))
+    machine = measure({"device": "1GiB"}, device="cuda")
+    assert [tier.name for tier in machine.tiers] == ["device", "host", "disk"]
+    assert machine.tiers[0].budget_bytes == GIB
+    for source, target in (("host", "device"), ("device", "host"), ("host", "disk")):
+        assert machine.link(source, target) is not None
+    assert {update.tier for update in machine.updates} == {"device", "host"}
+
+
+def test_cuda_tiers_and_links_are_put_together(
+    measure: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = MatmulPoint(dtype="float32", size=64, flops_per_s=1e12)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Test GPU")
+    monkeypatch.setattr(probe, "measure_matmul", lambda *_: (point,))
+    monkeypatch.setattr(probe, "measure_memory", lambda *_: 1e12)
+    monkeypatch.setattr(
+        probe, "measure_update", lambda device, _: 1e10 if device == "cuda" else 1e9
+    )
+    monkeypatch.setattr(
+        probe,
+        "measure_link",
+        lambda source, target, _: Link(
+            source=source, target=target, bytes_per_s=2e10, latency_ns=1
+        ),
+    )
+    machine = measure({"host": "64MiB"}, device=None)
+    assert (machine.name, machine.device) == ("Test GPU", "cuda")
+    device, host, disk = machine.tiers
+    assert (device.total_bytes, device.budget_bytes) == (24 * GIB, 18 * GIB)
+    assert (host.name, host.budget_bytes) == ("host", 64 * MIB)
+    assert disk.name == "disk"
+    assert [(link.source, link.target) for link in machine.links] == [
+        ("host", "disk"),
+        ("disk", "host"),
+        ("host", "device"),
+        ("device", "host"),
+    ]
+    assert {update.tier: update.parameters_per_s for update in machine.updates} == {
+        "device": 1e10,
+        "host": 1e9,
+    }
