@@ -1,0 +1,82 @@
+"""Rule `capacity`: no pool ever holds more than its capacity.
+
+While a task runs, its pools carry what lay there before, what the task creates (reserved before
+it starts), and its workspace; what it frees is given back after it. The same sum of sizes that the
+executor reserves by, so a program that passes can neither exceed a budget nor deadlock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from packhorse.units import format_bytes
+from packhorse.verifier.failures import make_error
+from packhorse.verifier.replay import Replay
+
+RULE: Final = "capacity"
+NUM_CAUSES: Final = 6
+
+
+def check_start(replay: Replay) -> None:
+    """Check what lies in the pools before the first task."""
+    for pool_index, used_bytes in enumerate(replay.used_bytes):
+        have_bytes = replay.capacity_bytes[pool_index]
+        if used_bytes > have_bytes:
+            raise make_error(
+                replay.program,
+                RULE,
+                None,
+                f"pool {replay.pools[pool_index]} holds {_exact(used_bytes)} before the first"
+                f" task and has {_exact(have_bytes)}: {_list_causes(replay, pool_index, None)}",
+                fix="move a state's home to another tier, or give the tier a larger budget",
+            )
+
+
+def check_capacity(replay: Replay) -> None:
+    """Check the pools while the task at `replay.index` runs."""
+    peak_bytes = replay.peak_bytes
+    if peak_bytes is replay.used_bytes:
+        return
+    for pool_index, need_bytes in enumerate(peak_bytes):
+        have_bytes = replay.capacity_bytes[pool_index]
+        if need_bytes > have_bytes:
+            causes = _list_causes(replay, pool_index, replay.index)
+            raise make_error(
+                replay.program,
+                RULE,
+                replay.index,
+                f"needs {_exact(need_bytes)} in pool {replay.pools[pool_index]}, which has"
+                f" {_exact(have_bytes)}, {_exact(need_bytes - have_bytes)} too little: {causes}",
+                fix="free or move a buffer before it, or give the tier a larger budget",
+            )
+
+
+def _exact(num_bytes: int) -> str:
+    return (
+        f"{num_bytes} bytes ({format_bytes(num_bytes)})"
+        if num_bytes >= 1024
+        else f"{num_bytes} bytes"
+    )
+
+
+def _list_causes(replay: Replay, pool_index: int, index: int | None) -> str:
+    sizes: Counter[str] = Counter()
+    for place_index, place in enumerate(replay.places):
+        if place.pool_index == pool_index and replay.held[place_index] is not None:
+            sizes[place.buffer] = place.size_bytes
+    if index is not None:
+        access = replay.accesses[index]
+        target = () if access.copies_into is None else (access.copies_into,)
+        for place_index in (*access.creates, *target):
+            place = replay.places[place_index]
+            if place.pool_index == pool_index:
+                sizes[f"{place.buffer} (new)"] = place.size_bytes
+        if pool_index == replay.workspace_pool and access.workspace_bytes:
+            sizes["workspace"] = access.workspace_bytes
+    shown = sizes.most_common(NUM_CAUSES)
+    words = [f"{name} {format_bytes(size)}" for name, size in shown]
+    rest = sizes.total() - sum(size for _, size in shown)
+    if rest:
+        words.append(f"{len(sizes) - len(shown)} others {format_bytes(rest)}")
+    return ", ".join(words)

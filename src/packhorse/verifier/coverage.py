@@ -1,0 +1,286 @@
+"""Rule `coverage`: everything that the program is for happens, exactly once.
+
+    train_step   per micro-batch: one Feed, each block's Forward, Backward of each block that has
+                 one, the loss emitted; Recompute only for a block whose Forward did not save, once,
+                 between the two; each trained chunk that gets a gradient: one SegmentNorm and one
+                 Update after its last gradient; one GradNorm, the norm emitted; frozen chunks
+                 never
+    evaluate     per micro-batch: one Feed, each block's Forward, the loss emitted
+    load, save   each state with a home imported (exported) once
+
+Without a model the blocks are those that the program itself names, and which chunks get gradients
+is read off its tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, assert_never
+
+from packhorse.errors import RuleError
+from packhorse.model.spec import Model
+from packhorse.program.buffers import NORM, BufferId, ChunkId, saved_id, value_id
+from packhorse.program.program import Program, ProgramKind
+from packhorse.program.tasks import (
+    Backward,
+    Copy,
+    Emit,
+    Export,
+    Feed,
+    Forward,
+    Free,
+    GradNorm,
+    Import,
+    Recompute,
+    SegmentNorm,
+    Task,
+    Update,
+)
+from packhorse.verifier.failures import make_error, name_task
+from packhorse.verifier.outline import BlockTable, Indices, Outline
+
+RULE: Final = "coverage"
+TASKS_OF: Final[Mapping[ProgramKind, tuple[type[Task], ...]]] = {
+    "train_step": (
+        Feed,
+        Forward,
+        Recompute,
+        Backward,
+        SegmentNorm,
+        GradNorm,
+        Update,
+        Copy,
+        Free,
+        Emit,
+    ),
+    "evaluate": (Feed, Forward, Copy, Free, Emit),
+    "load": (Import, Copy, Free),
+    "save": (Export, Copy, Free),
+}
+
+
+def check_coverage(outline: Outline) -> None:
+    """Check kinds of tasks, then that nothing is missing or done twice."""
+    program = outline.program
+    allowed = TASKS_OF[program.kind]
+    for index, task in enumerate(program.tasks):
+        if type(task) not in allowed:
+            kind = type(task).__name__
+            raise make_error(program, RULE, index, f"is {kind}: a {program.kind} program has none")
+    _check_once(outline)
+    match program.kind:
+        case "train_step":
+            _check_forwards(outline)
+            _check_backwards(outline)
+            _check_recomputes(outline)
+            _check_chunks(outline)
+            _check_emits(outline)
+        case "evaluate":
+            _check_forwards(outline)
+            _check_emits(outline)
+        case "load":
+            _check_states(outline, outline.imports, "IMP")
+        case "save":
+            _check_states(outline, outline.exports, "EXP")
+        case _:
+            assert_never(program.kind)
+
+
+def _check_once(outline: Outline) -> None:
+    tables: tuple[Iterable[Indices], ...] = (
+        outline.feeds.values(),
+        outline.forwards.values(),
+        outline.recomputes.values(),
+        outline.backwards.values(),
+        outline.segment_norms.values(),
+        (outline.grad_norms,),
+        outline.updates.values(),
+        outline.emits.values(),
+        outline.imports.values(),
+        outline.exports.values(),
+    )
+    for table in tables:
+        for indices in table:
+            if len(indices) > 1:
+                first = name_task(outline.program, indices[0])
+                what = f"does again what {first} did; it must happen exactly once"
+                raise make_error(outline.program, RULE, indices[1], what)
+
+
+def _check_forwards(outline: Outline) -> None:
+    program, model = outline.program, outline.model
+    microbatches = range(program.num_microbatches)
+    for microbatch in microbatches:
+        if microbatch not in outline.feeds:
+            raise _missing(program, f"FEED mb={microbatch}")
+    for microbatch, indices in outline.feeds.items():
+        if microbatch not in microbatches:
+            raise _no_such_microbatch(program, indices[0])
+    blocks = _blocks_of(model, outline.forwards)
+    _check_table(program, outline.forwards, blocks, "F")
+    for (block, microbatch), (index,) in outline.forwards.items():
+        saved = saved_id(block, microbatch)
+        saves = saved in _writes_at(program, index)
+        if saves and (block, microbatch) not in outline.backwards:
+            what = f"saves {saved}, but block {block} has no Backward of micro-batch {microbatch}"
+            raise make_error(program, RULE, index, what)
+
+
+def _check_backwards(outline: Outline) -> None:
+    program, model = outline.program, outline.model
+    if model is None:
+        blocks = _blocks_of(None, outline.backwards)
+    else:
+        blocks = [block.id for block in model.blocks if block.has_backward]
+    _check_table(program, outline.backwards, blocks, "B")
+    for key, (index,) in outline.backwards.items():
+        block, microbatch = key
+        forward = outline.forwards.get(key, (len(program.tasks),))[0]
+        if forward > index:
+            what = f"comes before the Forward of block {block} for micro-batch {microbatch}"
+            raise make_error(program, RULE, index, what)
+        saved = saved_id(block, microbatch)
+        needs = model.body_of(model.blocks[block].id).saved_bytes > 0 if model else False
+        if needs and saved not in _writes_at(program, forward) and key not in outline.recomputes:
+            what = (
+                f"needs {saved}, but {name_task(program, forward)} does not save it, and"
+                f" R block={block} mb={microbatch} is missing"
+            )
+            raise make_error(program, RULE, index, what)
+
+
+def _check_recomputes(outline: Outline) -> None:
+    program, model = outline.program, outline.model
+    for key, (index,) in outline.recomputes.items():
+        block, microbatch = key
+        forward = outline.forwards.get(key, (None,))[0]
+        backward = outline.backwards.get(key, (None,))[0]
+        if forward is None or backward is None:
+            missing = "Forward" if forward is None else "Backward"
+            what = f"recomputes what no {missing} of block {block} mb={microbatch} goes with"
+            raise make_error(program, RULE, index, what)
+        saved = saved_id(block, microbatch)
+        if saved in _writes_at(program, forward):
+            what = f"recomputes {saved}, which {name_task(program, forward)} saves"
+            raise make_error(program, RULE, index, what)
+        if model is not None and model.body_of(model.blocks[block].id).saved_bytes == 0:
+            what = f"recomputes block {block}, which has nothing to save"
+            raise make_error(program, RULE, index, what)
+        if not forward < index < backward:
+            what = (
+                f"does not lie between {name_task(program, forward)} and"
+                f" {name_task(program, backward)}"
+            )
+            raise make_error(program, RULE, index, what)
+
+
+def _check_chunks(outline: Outline) -> None:
+    program = outline.program
+    chunks = {chunk.id: chunk for chunk in program.layout.chunks}
+    for table in (outline.segment_norms, outline.updates):
+        for chunk_id, (index,) in table.items():
+            if chunk_id not in chunks:
+                what = f"names chunk {chunk_id}, which the layout does not have"
+                raise make_error(program, RULE, index, what)
+            if not chunks[chunk_id].trainable:
+                what = f"touches chunk {chunk_id}, which is frozen"
+                raise make_error(program, RULE, index, what)
+    for chunk_id, indices in outline.gradients.items():
+        if not chunks[chunk_id].trainable:
+            what = f"writes a gradient of chunk {chunk_id}, which is frozen"
+            raise make_error(program, RULE, indices[0], what)
+    for chunk_id in sorted(_chunks_with_gradient(outline)):
+        if chunk_id not in outline.gradients:
+            raise _missing(program, f"a Backward that writes grad/{chunk_id}")
+        if chunk_id not in outline.segment_norms:
+            raise _missing(program, f"SEG chunk={chunk_id}")
+        if chunk_id not in outline.updates:
+            raise _missing(program, f"UPD chunk={chunk_id}")
+        last, update = outline.gradients[chunk_id][-1], outline.updates[chunk_id][0]
+        if update < last:
+            what = (
+                f"updates chunk {chunk_id} before its last gradient, which"
+                f" {name_task(program, last)} writes"
+            )
+            raise make_error(program, RULE, update, what)
+    for table in (outline.segment_norms, outline.updates):
+        for chunk_id, (index,) in table.items():
+            if chunk_id not in outline.gradients:
+                what = f"needs the gradient of chunk {chunk_id}, which no Backward writes"
+                raise make_error(program, RULE, index, what)
+    if outline.gradients and not outline.grad_norms:
+        raise _missing(program, "NORM")
+
+
+def _check_emits(outline: Outline) -> None:
+    program, model = outline.program, outline.model
+    needed: list[BufferId] = [NORM] if outline.grad_norms else []
+    if model is not None:
+        needed += [value_id(model.loss, mb) for mb in range(program.num_microbatches)]
+    for buffer in needed:
+        if buffer not in outline.emits:
+            raise _missing(program, f"EMIT {buffer}")
+    if model is not None:
+        for buffer, (index,) in outline.emits.items():
+            if buffer not in needed:
+                what = f"emits {buffer}, which is neither a loss nor the norm"
+                raise make_error(program, RULE, index, what)
+
+
+def _check_states(outline: Outline, table: Mapping[BufferId, Indices], mnemonic: str) -> None:
+    program = outline.program
+    for buffer in program.buffers.values():
+        if buffer.home is not None and buffer.id not in table:
+            raise _missing(program, f"{mnemonic} {buffer.id}")
+    for name, (index,) in table.items():
+        if program.buffers[name].home is None:
+            what = f"hands over {name}, which has no home: it is no state"
+            raise make_error(program, RULE, index, what)
+
+
+def _check_table(program: Program, table: BlockTable, blocks: Iterable[int], mnemonic: str) -> None:
+    wanted = set(blocks)
+    for (block, microbatch), (index,) in table.items():
+        if not 0 <= microbatch < program.num_microbatches:
+            raise _no_such_microbatch(program, index)
+        if block not in wanted:
+            kind = {"F": "Forward", "B": "Backward"}[mnemonic]
+            raise make_error(
+                program, RULE, index, f"names block {block}, which has no {kind} in this model"
+            )
+    for block in sorted(wanted):
+        for microbatch in range(program.num_microbatches):
+            if (block, microbatch) not in table:
+                raise _missing(program, f"{mnemonic} block={block} mb={microbatch}")
+
+
+def _blocks_of(model: Model | None, table: BlockTable) -> list[int]:
+    if model is None:
+        return sorted({block for block, _ in table})
+    return [block.id for block in model.blocks]
+
+
+def _chunks_with_gradient(outline: Outline) -> set[ChunkId]:
+    if outline.model is None:
+        return set(outline.gradients)
+    layout = outline.program.layout
+    used = {name for name, p in outline.model.parameters.items() if p.trainable and p.blocks}
+    return {
+        chunk.id
+        for chunk in layout.chunks
+        if chunk.trainable and any(slot.parameter in used for slot in layout.slots_of(chunk))
+    }
+
+
+def _writes_at(program: Program, index: int) -> tuple[BufferId, ...]:
+    task = program.tasks[index]
+    return task.writes if isinstance(task, Forward) else ()
+
+
+def _missing(program: Program, task: str) -> RuleError:
+    return make_error(program, RULE, None, f"{task} is missing; it must happen exactly once")
+
+
+def _no_such_microbatch(program: Program, index: int) -> RuleError:
+    what = f"names a micro-batch outside 0 to {program.num_microbatches - 1}"
+    return make_error(program, RULE, index, what)

@@ -1,0 +1,245 @@
+"""What each task of a model must read and write, derived from model and layout alone.
+
+In: a model and a layout. Out: a `Needs` that gives the reads and writes of each kind of task as
+sets of names, and the bytes that each name stands for.
+
+    F  reads   chunks of the block's parameters, its inputs
+       writes  its outputs, and what it saves if it saves
+    R  reads   as F
+       writes  what it saves
+    B  reads   what was saved; chunks, inputs and outputs that its backward uses again; gradients
+               of its outputs (the loss has none: it is 1); what it adds to
+       writes  gradients of its inputs, and of its trained parameters: into chunks, but while an
+               earlier block uses a parameter too, into the parameter's running gradient
+
+What a Backward adds to is what an earlier Backward made: the gradient of a value by a later user,
+a running gradient by a later user, a chunk's gradient by any earlier Backward of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from packhorse.model.spec import ITEM_BYTES, Block, BlockId, Model, ValueId
+from packhorse.program.buffers import (
+    NORM,
+    NORM_SEGMENT_ELEMENTS,
+    BufferId,
+    Chunk,
+    ChunkId,
+    Layout,
+    norm_id,
+    saved_id,
+    state_id,
+    tied_grad_id,
+    value_grad_id,
+    value_id,
+)
+
+NORM_ITEM_BYTES: Final = 8  # sums of squares are float64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockNeeds:
+    """What the tasks of one block need, but for the micro-batch.
+
+    `value_grads_added` are inputs whose gradient a later user has begun. `running_begun`,
+    `running_added` and `running_ended` are the tied parameters whose last, middle and first user
+    the block is; `gradients` are the chunks that its Backward adds to.
+    """
+
+    parameters: frozenset[BufferId]
+    backward_parameters: frozenset[BufferId]
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
+    saves: bool
+    backward_values: tuple[ValueId, ...]
+    value_grads_read: tuple[ValueId, ...]
+    value_grads_written: tuple[ValueId, ...]
+    value_grads_added: tuple[ValueId, ...]
+    running_begun: tuple[str, ...]
+    running_added: tuple[str, ...]
+    running_ended: tuple[str, ...]
+    gradients: frozenset[BufferId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What all blocks need, and what is fed to the first ones."""
+
+    blocks: tuple[BlockNeeds, ...]
+    step_inputs: tuple[ValueId, ...]
+
+    def forward_reads(self, block: int, microbatch: int) -> set[BufferId]:
+        """What Forward and Recompute read."""
+        needs = self.blocks[block]
+        return {*needs.parameters, *(value_id(value, microbatch) for value in needs.inputs)}
+
+    def forward_writes(self, block: int, microbatch: int) -> set[BufferId]:
+        """What Forward writes, but for what it may save."""
+        return {value_id(value, microbatch) for value in self.blocks[block].outputs}
+
+    def backward_reads(self, block: int, microbatch: int, begun: set[BufferId]) -> set[BufferId]:
+        """What Backward reads; `begun` are the chunk gradients that exist already."""
+        needs = self.blocks[block]
+        found = {
+            *needs.backward_parameters,
+            *(value_id(value, microbatch) for value in needs.backward_values),
+            *(value_grad_id(value, microbatch) for value in needs.value_grads_read),
+            *(value_grad_id(value, microbatch) for value in needs.value_grads_added),
+            *(tied_grad_id(name, microbatch) for name in needs.running_added),
+            *(tied_grad_id(name, microbatch) for name in needs.running_ended),
+            *(needs.gradients & begun),
+        }
+        if needs.saves:
+            found.add(saved_id(block, microbatch))
+        return found
+
+    def backward_writes(self, block: int, microbatch: int) -> set[BufferId]:
+        """What Backward writes."""
+        needs = self.blocks[block]
+        return {
+            *(value_grad_id(value, microbatch) for value in needs.value_grads_written),
+            *(tied_grad_id(name, microbatch) for name in needs.running_begun),
+            *(tied_grad_id(name, microbatch) for name in needs.running_added),
+            *needs.gradients,
+        }
+
+
+def derive_needs(model: Model, layout: Layout) -> Needs:
+    """Derive what every block needs."""
+    chunks = chunks_by_parameter(layout)
+    flowing = _find_flowing(model)
+    return Needs(
+        blocks=tuple(_derive_block(model, block, chunks, flowing) for block in model.blocks),
+        step_inputs=tuple(
+            value.id
+            for value in model.values.values()
+            if value.producer is None and value.consumers
+        ),
+    )
+
+
+def chunks_by_parameter(layout: Layout) -> Mapping[str, tuple[ChunkId, ...]]:
+    """Find the chunks of every parameter in one sweep; slots and chunks stand in a valid layout."""
+    found: dict[str, tuple[ChunkId, ...]] = {}
+    chunks = layout.chunks
+    first = 0
+    for slot in sorted(layout.slots.values(), key=lambda slot: slot.start):
+        while first < len(chunks) and _stop(chunks[first]) <= slot.start:
+            first += 1
+        last = first
+        while last < len(chunks) and chunks[last].start < slot.stop:
+            last += 1
+        found[slot.parameter] = tuple(chunk.id for chunk in chunks[first:last])
+    return found
+
+
+def _stop(chunk: Chunk) -> int:
+    return chunk.start + chunk.num_elements
+
+
+def derive_sizes(model: Model, layout: Layout, num_microbatches: int) -> Mapping[BufferId, int]:
+    """Derive the bytes of every name that a program of this model may declare."""
+    sizes: dict[BufferId, int] = {NORM: NORM_ITEM_BYTES}
+    num_segments = _count_segments(layout)
+    for chunk in layout.chunks:
+        for state, dtype in layout.dtypes.items():
+            sizes[state_id(state, chunk.id)] = chunk.num_elements * ITEM_BYTES[dtype]
+        sizes[norm_id(chunk.id)] = num_segments.get(chunk.id, 0) * NORM_ITEM_BYTES
+    for microbatch in range(num_microbatches):
+        for value in model.values.values():
+            sizes[value_id(value.id, microbatch)] = value.size_bytes
+            sizes[value_grad_id(value.id, microbatch)] = value.size_bytes
+        for block in model.blocks:
+            sizes[saved_id(block.id, microbatch)] = model.body_of(block.id).saved_bytes
+        for parameter in model.parameters.values():
+            if parameter.trainable and len(parameter.blocks) > 1 and "grad" in layout.dtypes:
+                item_bytes = ITEM_BYTES[layout.dtypes["grad"]]
+                name = tied_grad_id(parameter.name, microbatch)
+                sizes[name] = parameter.num_elements * item_bytes
+    return sizes
+
+
+def _count_segments(layout: Layout) -> Mapping[ChunkId, int]:
+    # A cut lies at a multiple of the segment length, so the pieces' segments are the parameter's.
+    by_id: dict[ChunkId, Chunk] = {chunk.id: chunk for chunk in layout.chunks}
+    counts: dict[ChunkId, int] = {}
+    for name, chunk_ids in chunks_by_parameter(layout).items():
+        slot = layout.slots[name]
+        for chunk_id in chunk_ids:
+            chunk = by_id[chunk_id]
+            start = max(chunk.start, slot.start)
+            stop = min(_stop(chunk), slot.stop)
+            num_segments = -((start - stop) // NORM_SEGMENT_ELEMENTS)
+            counts[chunk_id] = counts.get(chunk_id, 0) + num_segments
+    return counts
+
+
+def _find_flowing(model: Model) -> frozenset[ValueId]:
+    # The values whose gradient is made: some user's backward is reached from the loss.
+    reached: set[BlockId] = set()
+    flowing: set[ValueId] = set()
+    for block in reversed(model.blocks):
+        if not block.has_backward:
+            continue
+        if any(value == model.loss or value in flowing for value in block.outputs):
+            reached.add(block.id)
+        for value in block.inputs:
+            if model.values[value].needs_grad and block.id in reached:
+                flowing.add(value)
+    return frozenset(flowing)
+
+
+def _derive_block(
+    model: Model,
+    block: Block,
+    chunks: Mapping[str, tuple[ChunkId, ...]],
+    flowing: frozenset[ValueId],
+) -> BlockNeeds:
+    body = model.body_of(block.id)
+    again = [block.parameters[index] for index in body.backward_parameters]
+    values = [block.inputs[index] for index in body.backward_inputs]
+    values += [block.outputs[index] for index in body.backward_outputs]
+    written = tuple(value for value in dict.fromkeys(block.inputs) if value in flowing)
+    begun: list[str] = []
+    added: list[str] = []
+    ended: list[str] = []
+    gradients: set[BufferId] = set()
+    for name in dict.fromkeys(block.parameters):
+        users = model.parameters[name].blocks
+        if not model.parameters[name].trainable:
+            continue
+        if block.id == users[0]:
+            gradients.update(state_id("grad", chunk) for chunk in chunks[name])
+            if len(users) > 1:
+                ended.append(name)
+        elif block.id == users[-1]:
+            begun.append(name)
+        else:
+            added.append(name)
+    return BlockNeeds(
+        parameters=_states(block.parameters, chunks),
+        backward_parameters=_states(again, chunks),
+        inputs=block.inputs,
+        outputs=block.outputs,
+        saves=body.saved_bytes > 0,
+        backward_values=tuple(dict.fromkeys(values)),
+        value_grads_read=tuple(value for value in block.outputs if value in flowing),
+        value_grads_written=written,
+        value_grads_added=tuple(
+            value
+            for value in written
+            if any(model.blocks[user].has_backward for user in model.later_users(value, block.id))
+        ),
+        running_begun=tuple(begun),
+        running_added=tuple(added),
+        running_ended=tuple(ended),
+        gradients=frozenset(gradients),
+    )
+
+
+def _states(names: Iterable[str], chunks: Mapping[str, tuple[ChunkId, ...]]) -> frozenset[BufferId]:
+    return frozenset(state_id("param", chunk) for name in names for chunk in chunks[name])

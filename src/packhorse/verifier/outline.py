@@ -1,0 +1,112 @@
+"""The outline of a program: at which index each thing happens, for rules that look at the whole.
+
+In: a program, and its model where there is one. Out: tables from block and micro-batch, chunk or
+buffer to the indices of the tasks that deal with it, in program order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from packhorse.model.spec import Model
+from packhorse.program.buffers import BufferId, ChunkId, state_id
+from packhorse.program.program import Program
+from packhorse.program.tasks import (
+    Backward,
+    Copy,
+    Emit,
+    Export,
+    Feed,
+    Forward,
+    Free,
+    GradNorm,
+    Import,
+    Recompute,
+    SegmentNorm,
+    Update,
+)
+
+Indices = Sequence[int]
+BlockTable = Mapping[tuple[int, int], Indices]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """Where each thing happens; block tables go by block and micro-batch.
+
+    `gradients` lists, for each chunk, the Backward tasks that write its gradient.
+    """
+
+    program: Program
+    model: Model | None
+    feeds: Mapping[int, Indices]
+    forwards: BlockTable
+    recomputes: BlockTable
+    backwards: BlockTable
+    gradients: Mapping[ChunkId, Indices]
+    segment_norms: Mapping[ChunkId, Indices]
+    grad_norms: Indices
+    updates: Mapping[ChunkId, Indices]
+    emits: Mapping[BufferId, Indices]
+    imports: Mapping[BufferId, Indices]
+    exports: Mapping[BufferId, Indices]
+
+
+def outline_program(program: Program, model: Model | None) -> Outline:
+    """Walk the tasks once and note where each thing happens."""
+    feeds: dict[int, list[int]] = defaultdict(list)
+    forwards: dict[tuple[int, int], list[int]] = defaultdict(list)
+    recomputes: dict[tuple[int, int], list[int]] = defaultdict(list)
+    backwards: dict[tuple[int, int], list[int]] = defaultdict(list)
+    gradients: dict[ChunkId, list[int]] = defaultdict(list)
+    segment_norms: dict[ChunkId, list[int]] = defaultdict(list)
+    grad_norms: list[int] = []
+    updates: dict[ChunkId, list[int]] = defaultdict(list)
+    emits: dict[BufferId, list[int]] = defaultdict(list)
+    imports: dict[BufferId, list[int]] = defaultdict(list)
+    exports: dict[BufferId, list[int]] = defaultdict(list)
+    chunk_of_gradient = {state_id("grad", c.id): c.id for c in program.layout.chunks}
+    for index, task in enumerate(program.tasks):
+        match task:
+            case Copy() | Free():
+                pass
+            case Forward():
+                forwards[task.block, task.microbatch].append(index)
+            case Recompute():
+                recomputes[task.block, task.microbatch].append(index)
+            case Backward():
+                backwards[task.block, task.microbatch].append(index)
+                for buffer in task.writes:
+                    if buffer in chunk_of_gradient:
+                        gradients[chunk_of_gradient[buffer]].append(index)
+            case Feed():
+                feeds[task.microbatch].append(index)
+            case SegmentNorm():
+                segment_norms[task.chunk].append(index)
+            case GradNorm():
+                grad_norms.append(index)
+            case Update():
+                updates[task.chunk].append(index)
+            case Emit():
+                emits[task.buffer].append(index)
+            case Import():
+                imports[task.buffer].append(index)
+            case Export():
+                exports[task.buffer].append(index)
+    return Outline(
+        program=program,
+        model=model,
+        feeds=dict(feeds),
+        forwards=dict(forwards),
+        recomputes=dict(recomputes),
+        backwards=dict(backwards),
+        gradients=dict(gradients),
+        segment_norms=dict(segment_norms),
+        grad_norms=grad_norms,
+        updates=dict(updates),
+        emits=dict(emits),
+        imports=dict(imports),
+        exports=dict(exports),
+    )

@@ -1,0 +1,176 @@
+"""Rule `reads`: each task declares exactly what the model makes it read and write.
+
+Only what is declared is there when a body runs, so a missing name would fail and one too many
+would hold memory for nothing. Also: a task has the workspace that its body needs, and every
+buffer the bytes that the model gives it. Which states an update has is read off the program:
+those of the chunk that have a home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from packhorse.errors import RuleError
+from packhorse.model.spec import Body, Model
+from packhorse.program.buffers import NORM, BufferId, ChunkId, norm_id, saved_id, state_id, value_id
+from packhorse.program.program import Program
+from packhorse.program.tasks import (
+    Backward,
+    Copy,
+    Emit,
+    Export,
+    Feed,
+    Forward,
+    Free,
+    GradNorm,
+    Import,
+    Recompute,
+    SegmentNorm,
+    Update,
+    workspace_of,
+)
+from packhorse.verifier.failures import make_error, suggest
+from packhorse.verifier.needs import Needs, derive_needs, derive_sizes
+from packhorse.verifier.outline import Outline
+
+RULE: Final = "reads"
+NUM_SHOWN: Final = 5
+
+
+def check_reads(outline: Outline) -> None:
+    """Check sizes of buffers, then reads, writes and workspace of every task, with a model."""
+    program, model = outline.program, outline.model
+    _check_updates(program)
+    if model is None:
+        return
+    _check_sizes(program, model)
+    needs = derive_needs(model, program.layout)
+    begun: set[BufferId] = set()
+    for index, task in enumerate(program.tasks):
+        match task:
+            case Copy() | Free() | Emit() | Import() | Export() | Update():
+                continue
+            case Feed(microbatch=microbatch):
+                fed = {value_id(value, microbatch) for value in needs.step_inputs}
+                _compare(program, index, "write", task.writes, fed)
+            case Forward():
+                _check_forward(program, model, needs, index, task)
+            case Recompute(block=block, microbatch=microbatch):
+                _compare(program, index, "read", task.reads, needs.forward_reads(block, microbatch))
+                _compare(program, index, "write", task.writes, {saved_id(block, microbatch)})
+                body = model.body_of(model.blocks[block].id)
+                _check_workspace(program, index, body.forward_workspace_bytes)
+            case Backward(block=block, microbatch=microbatch):
+                reads = needs.backward_reads(block, microbatch, begun)
+                _compare(program, index, "read", task.reads, reads)
+                _compare(
+                    program, index, "write", task.writes, needs.backward_writes(block, microbatch)
+                )
+                begun |= needs.blocks[block].gradients
+                body = model.body_of(model.blocks[block].id)
+                _check_workspace(program, index, body.backward_workspace_bytes)
+            case SegmentNorm(chunk=chunk):
+                _compare(program, index, "read", task.reads, {state_id("grad", chunk)})
+                _compare(program, index, "write", task.writes, {norm_id(chunk)})
+            case GradNorm():
+                norms = {norm_id(chunk) for chunk in outline.segment_norms}
+                _compare(program, index, "read", task.reads, norms)
+                _compare(program, index, "write", task.writes, {NORM})
+
+
+def _check_forward(program: Program, model: Model, needs: Needs, index: int, task: Forward) -> None:
+    block, microbatch = task.block, task.microbatch
+    body = model.body_of(model.blocks[block].id)
+    saved = saved_id(block, microbatch)
+    writes = needs.forward_writes(block, microbatch)
+    saves = body.saved_bytes > 0 and saved in task.writes
+    if saves:
+        writes.add(saved)
+    _compare(program, index, "read", task.reads, needs.forward_reads(block, microbatch))
+    _compare(program, index, "write", task.writes, writes)
+    _check_workspace(program, index, _forward_workspace(body, saves))
+
+
+def _forward_workspace(body: Body, saves: bool) -> int:
+    if saves:
+        return body.forward_workspace_bytes
+    if body.saved_bytes == 0:
+        return min(body.forward_workspace_bytes, body.discard_workspace_bytes)
+    return body.discard_workspace_bytes
+
+
+def _check_updates(program: Program) -> None:
+    # The states of a chunk are those with a home; all updates clip, or none does.
+    states: dict[ChunkId, set[BufferId]] = {}
+    dtypes = program.layout.dtypes
+    clips: bool | None = None
+    for chunk in program.layout.chunks:
+        names = (state_id(state, chunk.id) for state in dtypes if state != "grad")
+        states[chunk.id] = {
+            name for name in names if name in program.buffers and program.buffers[name].home
+        }
+    for index, task in enumerate(program.tasks):
+        if not isinstance(task, Update):
+            continue
+        own = states[task.chunk]
+        reads = {*own, state_id("grad", task.chunk)}
+        if (
+            state_id("master", task.chunk) in own
+            and state_id("param", task.chunk) not in task.reads
+        ):
+            reads.discard(state_id("param", task.chunk))
+        if clips is None:
+            clips = NORM in task.reads
+        if clips:
+            reads.add(NORM)
+        _compare(program, index, "read", task.reads, reads)
+        # Clipping scales the gradient in place.
+        writes = {*own, state_id("grad", task.chunk)} if clips else own
+        _compare(program, index, "write", task.writes, writes)
+
+
+def _compare(
+    program: Program,
+    index: int,
+    verb: str,
+    found: tuple[BufferId, ...],
+    wanted: Collection[BufferId],
+) -> None:
+    if len(found) == len(wanted) and all(name in wanted for name in found):
+        return
+    missing = [name for name in wanted if name not in found]
+    surplus = [name for name in found if name not in wanted]
+    parts = [f"does not {verb} {_list(missing)}, which it needs"] if missing else []
+    parts += [f"{verb}s {_list(surplus)}, which it does not need"] if surplus else []
+    raise make_error(program, RULE, index, " and ".join(parts))
+
+
+def _list(names: Iterable[BufferId]) -> str:
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:NUM_SHOWN])
+    rest = len(ordered) - NUM_SHOWN
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def _check_workspace(program: Program, index: int, need_bytes: int) -> None:
+    have_bytes = workspace_of(program.tasks[index])
+    if have_bytes < need_bytes:
+        what = f"has {have_bytes} bytes of workspace; its body needs {need_bytes}"
+        raise make_error(program, RULE, index, what)
+
+
+def _check_sizes(program: Program, model: Model) -> None:
+    sizes = derive_sizes(model, program.layout, program.num_microbatches)
+    known = tuple(sizes)
+    for name, buffer in program.buffers.items():
+        if name not in sizes:
+            raise _unknown(program, name, known)
+        if buffer.size_bytes != sizes[name]:
+            what = f"buffer {name} has {buffer.size_bytes} bytes; the model gives it {sizes[name]}"
+            raise make_error(program, RULE, None, what)
+
+
+def _unknown(program: Program, name: BufferId, known: tuple[str, ...]) -> RuleError:
+    near = suggest(name, known).replace("declared buffer", "name of this model")
+    return make_error(program, RULE, None, f"buffer {name} is nothing of this model{near}")

@@ -1,0 +1,63 @@
+"""Rule `steady`: a program ends in the state in which it began, so that a step is repeatable.
+
+Every buffer with a home lies there in its newest version and nowhere else; every other buffer is
+gone; and the second step's ledgers equal the first one's. A `load` program begins empty and ends
+with every state at home; it is replayed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from packhorse.errors import RuleError
+from packhorse.program.buffers import PoolId
+from packhorse.verifier.failures import make_error
+from packhorse.verifier.replay import Replay
+
+RULE: Final = "steady"
+
+
+def check_steady(replay: Replay) -> None:
+    """Check the state after the last task of a step."""
+    for place_index, place in enumerate(replay.places):
+        version = replay.held[place_index]
+        lies = replay.tiers_with(place_index)
+        if place.tier == place.home:
+            if version is None:
+                what = f"which is not in its home, {place.home}, at the end: {lies}"
+                raise _unsteady(replay, place_index, what)
+            if version != replay.newest[place.buffer_index]:
+                what = f"whose copy in its home, {place.home}, is stale at the end: {lies}"
+                raise _unsteady(
+                    replay, place_index, what, f"copy it to {place.home} after its last change"
+                )
+        elif version is not None:
+            rest = f"its home is {place.home}" if place.home else "it lives only inside a step"
+            what = f"which is left in the {place.tier} tier at the end: {rest}, so it leaks"
+            raise _unsteady(
+                replay, place_index, what, f"free it in {place.tier} after its last use"
+            )
+
+
+def check_repeated(replay: Replay, first: Mapping[PoolId, int]) -> None:
+    """Check that a task of the second step left the pools as it did in the first one."""
+    for pool, used_bytes in zip(replay.pools, replay.used_bytes, strict=True):
+        if first[pool] != used_bytes:
+            what = (
+                f"leaves {used_bytes} bytes in pool {pool} in the second step,"
+                f" {first[pool]} in the first"
+            )
+            raise make_error(replay.program, RULE, replay.index, what)
+
+
+def _unsteady(replay: Replay, place_index: int, what: str, fix: str | None = None) -> RuleError:
+    siblings = replay.places[place_index].siblings
+    buffer = replay.places[place_index].buffer
+    for index in range(len(replay.accesses) - 1, -1, -1):
+        access = replay.accesses[index]
+        touched = (*access.reads, *access.creates, access.copies_into, access.frees)
+        if any(sibling in touched for sibling in siblings):
+            words = f"is the last to touch {buffer}, {what}"
+            return make_error(replay.program, RULE, index, words, fix)
+    return make_error(replay.program, RULE, None, f"no task touches {buffer}, {what}", fix)
