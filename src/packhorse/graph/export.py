@@ -1,0 +1,269 @@
+"""Export a module to one flat graph of aten operations, without its weights.
+
+In: a module whose forward returns a loss (its parameters may be on `meta`), an example batch.
+Out: an `Exported`: the graph, and which placeholder is which parameter, constant or step input.
+The export runs on fake CPU tensors: nothing is computed and no weight is allocated. The module is
+left as it was. A batch dimension that the model allows to vary stays symbolic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind
+
+from packhorse.errors import ModelError
+from packhorse.graph.masks import trace_like_eager
+
+DENOMINATOR = "denominator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedParameter:
+    """A distinct parameter: its canonical name, its other names, and what it looks like."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A flat graph and the meaning of its placeholders (keys are placeholder names).
+
+    `constants` holds real tensors (module buffers, lifted constants). `batch_is_dynamic` says
+    that the graph is right for any number of rows.
+    """
+
+    graph: fx.Graph
+    parameters: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    inputs: Mapping[str, str]
+    specs: Mapping[str, TracedParameter]
+    rows: int
+    length: int
+    batch_is_dynamic: bool
+
+
+class LossModule(nn.Module):
+    """Calls a module with a batch and returns the micro-batch's share of the loss.
+
+    transformers' models take `denominator` as `num_items_in_batch`; another module returns a
+    (sum, count) pair, whose sum is divided by it, or a mean, which is divided by it as well (it is
+    then the number of micro-batches).
+    """
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...], *, takes_items: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.names = names
+        self.takes_items = takes_items
+
+    def forward(self, denominator: Tensor, *tensors: Tensor) -> Tensor:
+        batch = dict(zip(self.names, tensors, strict=True))
+        if self.takes_items:
+            output = self.module(**batch, num_items_in_batch=denominator, use_cache=False)
+            return output.loss if hasattr(output, "loss") else output[0]
+        output = self.module(**batch)
+        loss = output.loss if hasattr(output, "loss") else output
+        if isinstance(loss, tuple):
+            loss = loss[0]
+        return loss / denominator
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether the module's loss takes `num_items_in_batch`, as transformers' causal LMs do."""
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
+
+
+def describe_parameters(module: nn.Module) -> dict[str, TracedParameter]:
+    """List distinct parameters by canonical name, in module order; tied names become aliases."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    return {
+        found[0]: TracedParameter(
+            name=found[0],
+            aliases=tuple(found[1:]),
+            shape=tuple(tensors[key].shape),
+            dtype=tensors[key].dtype,
+            trainable=tensors[key].requires_grad,
+        )
+        for key, found in names.items()
+    }
+
+
+def export_module(
+    module: nn.Module, batch: Mapping[str, Tensor], *, compute_dtype: torch.dtype = torch.float32
+) -> Exported:
+    """Export the loss of `module` on a batch of this shape.
+
+    Args:
+        module: forward takes the batch as keyword arguments and returns a loss; see `LossModule`.
+        batch: one micro-batch, rows first; only shapes and dtypes are used.
+        compute_dtype: floating parameters and buffers are traced in this dtype.
+
+    Raises:
+        ModelError: the module cannot be traced; names the reason torch gives.
+    """
+    specs = describe_parameters(module)
+    first = next(iter(batch.values()))
+    rows, length = first.shape[0], first.shape[1] if first.dim() > 1 else 1
+    example_rows = max(2, rows)
+    failure: Exception | None = None
+    for dynamic in (True, False):
+        shape_rows = example_rows if dynamic else rows
+        try:
+            graph, signature, constants = _export(module, batch, shape_rows, dynamic, compute_dtype)
+        except Exception as error:
+            if not dynamic:
+                raise _explain(module, error) from error
+            failure = error
+            continue
+        parameters, inputs, kept = _read_signature(module, batch, graph, signature, constants, specs)
+        return Exported(
+            graph=graph,
+            parameters=parameters,
+            constants=kept,
+            inputs=inputs,
+            specs=specs,
+            rows=rows,
+            length=length,
+            batch_is_dynamic=dynamic,
+        )
+    raise ModelError(f"the model cannot be traced: {failure}")
+
+
+def _export(
+    module: nn.Module,
+    batch: Mapping[str, Tensor],
+    rows: int,
+    dynamic: bool,
+    compute_dtype: torch.dtype,
+) -> tuple[fx.Graph, torch.export.ExportGraphSignature, dict[str, Tensor]]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    names = tuple(batch)
+    with _fake_weights(module, mode, compute_dtype), mode, trace_like_eager("position_ids" in batch):
+        tensors = tuple(
+            torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in batch.values()
+        )
+        dims = tuple({0: torch.export.Dim.AUTO} for _ in tensors) if dynamic else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(
+                LossModule(module, names, takes_items=is_transformers_model(module)),
+                (torch.ones(()), *tensors),
+                dynamic_shapes=(None, dims) if dims is not None else None,
+                strict=False,
+            )
+    return program.graph, program.graph_signature, dict(program.constants)
+
+
+def _read_signature(
+    module: nn.Module,
+    batch: Mapping[str, Tensor],
+    graph: fx.Graph,
+    signature: torch.export.ExportGraphSignature,
+    program_constants: Mapping[str, Tensor],
+    specs: Mapping[str, TracedParameter],
+) -> tuple[dict[str, str], dict[str, str], dict[str, Tensor]]:
+    if signature.buffers_to_mutate:
+        changed = next(iter(signature.buffers_to_mutate.values())).removeprefix("module.")
+        raise ModelError(
+            f"the forward changes the buffer {changed!r}",
+            where=f"module {changed.rpartition('.')[0]!r}",
+            fix="use a layer without running statistics: recomputing it would move them twice",
+        )
+    canonical = {alias: name for name, spec in specs.items() for alias in (name, *spec.aliases)}
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    users = iter((DENOMINATOR, *batch))
+    parameters: dict[str, str] = {}
+    inputs: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    for spec in signature.input_specs:
+        placeholder = spec.arg.name
+        target = (spec.target or "").removeprefix("module.")
+        match spec.kind:
+            case InputKind.PARAMETER:
+                parameters[placeholder] = canonical[target]
+            case InputKind.BUFFER:
+                constants[placeholder] = buffers[target].detach()
+            case InputKind.CONSTANT_TENSOR:
+                constants[placeholder] = program_constants[spec.target or ""]
+            case InputKind.USER_INPUT:
+                inputs[placeholder] = next(users)
+            case _:
+                raise ModelError(f"the model takes an input of kind {spec.kind.name}")
+    used = {node.name for node in graph.nodes if node.op == "placeholder" and node.users}
+    for name, tensor in constants.items():
+        if name in used and tensor.is_meta:
+            raise ModelError(
+                f"the buffer behind {name!r} is on the meta device and has no values",
+                fix="build the module with its buffers on the CPU (parameters may stay on meta)",
+            )
+    return parameters, inputs, constants
+
+
+@contextlib.contextmanager
+def _fake_weights(
+    module: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
+) -> Iterator[None]:
+    """Swap parameters and buffers for fake CPU tensors while tracing; ties stay ties."""
+    parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
+    buffers: list[tuple[nn.Module, str, Tensor]] = []
+    fakes: dict[int, Tensor] = {}
+    for owner in module.modules():
+        parameters += [(owner, n, p) for n, p in owner._parameters.items() if p is not None]
+        buffers += [(owner, n, b) for n, b in owner._buffers.items() if b is not None]
+
+    def dtype_of(tensor: Tensor) -> torch.dtype:
+        return compute_dtype if tensor.is_floating_point() else tensor.dtype
+
+    with mode:
+        for owner, name, parameter in parameters:
+            if id(parameter) not in fakes:
+                fakes[id(parameter)] = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=dtype_of(parameter)),
+                    requires_grad=parameter.requires_grad,
+                )
+            owner._parameters[name] = fakes[id(parameter)]  # pyright: ignore[reportArgumentType]  # a Parameter by construction
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    try:
+        yield
+    finally:
+        for owner, name, parameter in parameters:
+            owner._parameters[name] = parameter
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = buffer
+
+
+def _explain(module: nn.Module, error: Exception) -> ModelError:
+    text = str(error).strip().splitlines()
+    reason = text[0] if text else type(error).__name__
+    places = [line.strip() for line in text if line.strip().startswith("File ")]
+    return ModelError(
+        f"{type(module).__name__} cannot be traced: {reason}",
+        where=places[-1] if places else f"forward of {type(module).__qualname__}",
+        fix="the forward must not branch on tensor values, call .item() or change its inputs;"
+        "\nit takes the batch as keyword arguments and returns a loss",
+    )
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Copy a graph so that it can be changed."""
+    return copy.deepcopy(graph)

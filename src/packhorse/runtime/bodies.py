@@ -1,0 +1,197 @@
+"""Run block bodies: find their arguments among the buffers of a task, keep what they leave.
+
+In: a compute task, the tensors of the buffers that it declares, chunk memory. Out: the tensors of
+the buffers that it writes. A body sees no buffer that its task does not declare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from packhorse.errors import AuditError
+from packhorse.graph.joint import BackwardCode, BodyCode
+from packhorse.graph.trace import Traced
+from packhorse.model.spec import Block, BlockId
+from packhorse.program.buffers import (
+    BufferId,
+    Layout,
+    saved_id,
+    state_id,
+    tied_grad_id,
+    value_grad_id,
+    value_id,
+)
+from packhorse.program.tasks import Backward, Forward, Recompute
+from packhorse.runtime.memory.chunks import ChunkMemory
+from packhorse.runtime.noise import NoiseKey, draw_noise
+
+Payload = tuple[Tensor, ...]
+Visible = Mapping[BufferId, Payload]
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockArguments:
+    """A block's parameters as views of chunk memory, with the chunks that hold them."""
+
+    parameters: tuple[Tensor, ...]
+    sinks: Mapping[int, Tensor]
+    param_chunks: tuple[tuple[BufferId, ...], ...]
+    grad_chunks: Mapping[int, tuple[BufferId, ...]]
+
+
+class BodyRunner:
+    """Runs forward, recompute and backward bodies of a traced model."""
+
+    def __init__(self, traced: Traced, layout: Layout, memory: ChunkMemory) -> None:
+        self._traced = traced
+        self._arguments = tuple(
+            _find_arguments(block, traced, layout, memory) for block in traced.model.blocks
+        )
+
+    def forward(
+        self, task: Forward, visible: Visible, key: NoiseKey | None
+    ) -> dict[BufferId, Payload]:
+        """Run a forward; `key` None means evaluation, without dropout."""
+        block, code = self._block(task.block)
+        keeps = saved_id(task.block, task.microbatch) in task.writes
+        arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
+        if key is None:
+            results = code.evaluate(*arguments)
+        else:
+            graph = code.keep if keeps else code.discard
+            results = graph(*arguments, *self._noise(block.id, code, key))
+        written: dict[BufferId, Payload] = {
+            value_id(name, task.microbatch): (tensor,)
+            for name, tensor in zip(block.outputs, results[: code.num_outputs], strict=True)
+        }
+        if keeps:
+            written[saved_id(task.block, task.microbatch)] = tuple(results[code.num_outputs :])
+        return written
+
+    def recompute(self, task: Recompute, visible: Visible, key: NoiseKey) -> dict[BufferId, Payload]:
+        """Run a forward again for its saved values."""
+        block, code = self._block(task.block)
+        arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
+        results = code.keep(*arguments, *self._noise(block.id, code, key))
+        return {saved_id(task.block, task.microbatch): tuple(results[code.num_outputs :])}
+
+    def backward(self, task: Backward, visible: Visible) -> dict[BufferId, Payload]:
+        """Run a backward; parameter gradients go into their chunks."""
+        block, code = self._block(task.block)
+        backward = code.backward
+        assert backward is not None, f"block {block.name} has no backward"
+        microbatch = task.microbatch
+        first = self._is_first(task)
+        arguments = self._backward_arguments(block, code, backward, task, visible)
+        results = (backward.write if first else backward.add)(*arguments)
+        return self._name_results(block, code, backward, results, microbatch)
+
+    def _block(self, index: int) -> tuple[Block, BodyCode]:
+        block = self._traced.model.blocks[index]
+        return block, self._traced.code[block.body]
+
+    def _is_first(self, task: Backward) -> bool:
+        """Micro-batch 0 writes gradients, later ones add."""
+        return task.microbatch == 0
+
+    def _forward_arguments(
+        self, block: Block, microbatch: int, reads: Sequence[BufferId], visible: Visible
+    ) -> list[Tensor]:
+        own = self._arguments[block.id]
+        for chunks in own.param_chunks:
+            _require(chunks, reads, block)
+        code = self._traced.code[block.body]
+        places = {position: name for position, name in zip(code.used_inputs, block.inputs, strict=True)}
+        inputs = [
+            visible[value_id(places[i], microbatch)][0] if i in places else _UNUSED
+            for i in range(code.num_inputs)
+        ]
+        return [*own.parameters, *self._traced.constants[block.id], *inputs]
+
+    def _backward_arguments(
+        self,
+        block: Block,
+        code: BodyCode,
+        backward: BackwardCode,
+        task: Backward,
+        visible: Visible,
+    ) -> list[Tensor]:
+        own = self._arguments[block.id]
+        microbatch = task.microbatch
+        saved = visible.get(saved_id(block.id, microbatch), ())
+        places = {position: name for position, name in zip(code.used_inputs, block.inputs, strict=True)}
+        for index in backward.parameters:
+            _require(own.param_chunks[index], task.reads, block)
+        for index in backward.sinks:
+            _require(own.grad_chunks[index], task.writes, block)
+        constants = self._traced.constants[block.id]
+        return [
+            *saved,
+            *(own.parameters[index] for index in backward.parameters),
+            *(constants[index] for index in backward.constants),
+            *(visible[value_id(places[i], microbatch)][0] for i in backward.inputs),
+            *(visible[value_id(block.outputs[i], microbatch)][0] for i in backward.outputs),
+            *(visible[value_grad_id(block.outputs[i], microbatch)][0] for i in backward.tangents),
+            *(visible[value_grad_id(places[i], microbatch)][0] for i in backward.input_roots),
+            *(
+                visible[tied_grad_id(block.parameters[i], microbatch)][0]
+                for i in backward.parameter_roots
+            ),
+            *(own.sinks[index] for index in backward.sinks),
+        ]
+
+    def _name_results(
+        self,
+        block: Block,
+        code: BodyCode,
+        backward: BackwardCode,
+        results: Sequence[Tensor],
+        microbatch: int,
+    ) -> dict[BufferId, Payload]:
+        places = {position: name for position, name in zip(code.used_inputs, block.inputs, strict=True)}
+        names = [value_grad_id(places[i], microbatch) for i in backward.input_grads]
+        names += [tied_grad_id(block.parameters[i], microbatch) for i in backward.parameter_grads]
+        return {name: (tensor,) for name, tensor in zip(names, results, strict=True)}
+
+    def _noise(self, block: BlockId, code: BodyCode, key: NoiseKey) -> list[Tensor]:
+        ordinals = self._traced.noise_ordinals[block]
+        return [
+            draw_noise(noise, key, ordinal)
+            for noise, ordinal in zip(code.noise, ordinals, strict=True)
+        ]
+
+
+_UNUSED = torch.empty(0)
+
+
+def _require(chunks: Sequence[BufferId], declared: Sequence[BufferId], block: Block) -> None:
+    for chunk in chunks:
+        if chunk not in declared:
+            raise AuditError(
+                f"block {block.name} uses {chunk}, which its task does not declare",
+                where=f"declared: {', '.join(declared)}",
+                fix="this is a bug in the compiler, or the program was changed by hand",
+            )
+
+
+def _find_arguments(
+    block: Block, traced: Traced, layout: Layout, memory: ChunkMemory
+) -> _BlockArguments:
+    trained = {
+        index: name
+        for index, name in enumerate(block.parameters)
+        if traced.model.parameters[name].trainable
+    }
+    def ids(state: str) -> Callable[[str], tuple[BufferId, ...]]:
+        return lambda name: tuple(state_id(state, c.id) for c in layout.chunks_of(name))
+    param_ids, grad_ids = ids("param"), ids("grad")
+    return _BlockArguments(
+        parameters=tuple(memory.parameter("param", name) for name in block.parameters),
+        sinks={index: memory.parameter("grad", name) for index, name in trained.items()},
+        param_chunks=tuple(param_ids(name) for name in block.parameters),
+        grad_chunks={index: grad_ids(name) for index, name in trained.items()},
+    )

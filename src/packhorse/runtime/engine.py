@@ -1,0 +1,315 @@
+"""One rank's training engine: a traced model, its proved programs, and the memory they run in.
+
+In: `Traced`, programs with proofs, an optimizer. Out: loaded states, training steps, evaluations
+and states handed out again, each by running the program made for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from packhorse.errors import MismatchError
+from packhorse.graph.trace import Traced
+from packhorse.model.spec import ParameterName
+from packhorse.optim.groups import hyperparameters
+from packhorse.optim.norm import clip_coefficient
+from packhorse.optim.optimizers import Optimizer
+from packhorse.optim.update import update_shard
+from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, value_id
+from packhorse.program.program import Program, ProgramKind, Proof
+from packhorse.runtime.bodies import BodyRunner
+from packhorse.runtime.disk import DiskTier
+from packhorse.runtime.executor import Executor, Outcome, StepWork, prepare_program
+from packhorse.runtime.lanes import InlineLanes
+from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
+from packhorse.runtime.memory.heap import set_heap_mode
+from packhorse.runtime.noise import NoiseKey
+from packhorse.timeline.spec import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPiece:
+    """Elements [start, stop) of a parameter, as a 1-D view of the chunk that holds them.
+
+    The view is valid only during the call that hands it out.
+    """
+
+    parameter: ParameterName
+    start: int
+    stop: int
+    tensor: Tensor
+
+
+StateTransfer = Callable[[str, ParameterPiece], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step gives back.
+
+    `loss` is the float32 sum of `losses` in micro-batch order; `grad_norm` is the global norm
+    before clipping.
+    """
+
+    loss: float
+    losses: tuple[float, ...]
+    grad_norm: float | None
+    timeline: Timeline
+    disk_read_bytes: int
+    disk_written_bytes: int
+
+
+class Engine:
+    """Runs the programs of one rank.
+
+    Args:
+        traced: the model at the plan's micro-batch shape.
+        programs: at least `load`; `train_step`, `evaluate` and `save` as needed.
+        proofs: the verifier's proof of each program.
+        max_grad_norm: None when the plan does not clip.
+        seed: of the dropout noise.
+        scratch: folder of the disk tier.
+        num_threads: intra-op threads of the compute lane.
+
+    Raises:
+        MismatchError: a program was compiled for another model.
+        StorageError: the scratch space cannot be made.
+    """
+
+    def __init__(
+        self,
+        *,
+        traced: Traced,
+        programs: Mapping[ProgramKind, Program],
+        proofs: Mapping[ProgramKind, Proof],
+        optimizer: Optimizer,
+        max_grad_norm: float | None,
+        seed: int,
+        scratch: Path | None,
+        num_threads: int,
+        heap: Literal["keep", "map"],
+        audit: bool = False,
+    ) -> None:
+        for kind, program in programs.items():
+            if program.model != traced.model.fingerprint:
+                raise MismatchError(
+                    f"the {kind} program was compiled for model {program.model}, "
+                    f"this is {traced.model.fingerprint}",
+                    fix="make the plan again for this model",
+                )
+        torch.set_num_threads(num_threads)
+        set_heap_mode(heap)
+        self._traced = traced
+        self._optimizer = optimizer
+        self._max_grad_norm = max_grad_norm
+        self._seed = seed
+        self._layout = next(iter(programs.values())).layout
+        self._chunks = chunk_table(self._layout)
+        self._groups = {
+            chunk.group: hyperparameters(optimizer, chunk.group) for chunk in self._layout.chunks
+        }
+        self._prepared = {
+            kind: prepare_program(program, proofs[kind]) for kind, program in programs.items()
+        }
+        buffers = {
+            buffer.id: buffer for program in programs.values() for buffer in program.buffers.values()
+        }
+        self._disk = DiskTier(buffers, scratch)
+        self._memory = ChunkMemory(self._layout)
+        self._executor = Executor(
+            program=programs["load"],
+            runner=BodyRunner(traced, self._layout, self._memory),
+            memory=self._memory,
+            disk=self._disk,
+            lanes=InlineLanes(),
+            parameter_order=tuple(traced.model.parameters),
+            audit=audit,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def layout(self) -> Layout:
+        """Where parameters lie."""
+        return self._layout
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Size of the scratch file."""
+        return self._disk.size_bytes
+
+    def load(self, source: StateTransfer) -> None:
+        """Fill every state, one chunk at a time.
+
+        Args:
+            source: called as source(state, piece) for `param`, `master` and optimizer states; it
+                fills `piece.tensor`, which holds zeros.
+        """
+
+        def fill(buffer: BufferId) -> None:
+            state, chunk = buffer.partition("/")[0], self._chunks[_chunk_of(buffer)]
+            self._memory.tensor(state, chunk).zero_()
+            for piece in self._pieces(state, chunk.id):
+                source(state, piece)
+
+        self._run("load", fill=fill)
+
+    def save(self, sink: StateTransfer) -> None:
+        """Hand out every state, one chunk at a time; the sink must not keep the tensors."""
+
+        def drain(buffer: BufferId) -> None:
+            state = buffer.partition("/")[0]
+            for piece in self._pieces(state, _chunk_of(buffer)):
+                sink(state, piece)
+
+        self._run("save", drain=drain)
+
+    def train_step(
+        self, feeds: Sequence[Mapping[str, Tensor]], *, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run one optimizer step over the micro-batches of a global batch.
+
+        Args:
+            feeds: per micro-batch the step inputs by name.
+            step: number of this optimizer step; the first is 1.
+            learning_rate: from the schedule; a group's own rate keeps its ratio to the base.
+        """
+
+        def update(chunk: ChunkId, tensors: Mapping[str, Tensor], norm: Tensor | None) -> None:
+            self._update(chunk, tensors, norm, step, learning_rate)
+
+        return self._step("train_step", feeds, step=step, update=update)
+
+    def evaluate(self, feeds: Sequence[Mapping[str, Tensor]]) -> StepResult:
+        """Run the forward of every micro-batch, without dropout."""
+        return self._step("evaluate", feeds, step=None, update=_no_update)
+
+    def close(self) -> None:
+        """Remove the scratch file and give all memory back."""
+        self._disk.close()
+        self._memory.close()
+
+    def _step(
+        self,
+        kind: Literal["train_step", "evaluate"],
+        feeds: Sequence[Mapping[str, Tensor]],
+        *,
+        step: int | None,
+        update: Callable[[ChunkId, Mapping[str, Tensor], Tensor | None], None],
+    ) -> StepResult:
+        expected = self._prepared[kind].program.num_microbatches
+        if len(feeds) != expected:
+            raise MismatchError(
+                f"{len(feeds)} micro-batches were given, the program has {expected}",
+                fix="cut the global batch as the plan says",
+            )
+
+        def noise(microbatch: int) -> NoiseKey | None:
+            if step is None:
+                return None
+            return NoiseKey(seed=self._seed, step=step, microbatch=microbatch)
+
+        before = self._disk.counters
+        outcome = self._run(kind, feeds=lambda m: feeds[m], noise=noise, update=update)
+        moved = self._disk.counters.since(before)
+        losses = [
+            outcome.emitted[value_id(self._traced.model.loss, m)] for m in range(len(feeds))
+        ]
+        total = losses[0]
+        for loss in losses[1:]:
+            total = total + loss
+        norm = outcome.emitted.get(NORM)
+        return StepResult(
+            loss=float(total),
+            losses=tuple(float(loss) for loss in losses),
+            grad_norm=None if norm is None else float(norm),
+            timeline=outcome.timeline,
+            disk_read_bytes=moved.read_bytes,
+            disk_written_bytes=moved.written_bytes,
+        )
+
+    def _run(
+        self,
+        kind: ProgramKind,
+        *,
+        feeds: Callable[[int], Mapping[str, Tensor]] = lambda _: {},
+        noise: Callable[[int], NoiseKey | None] = lambda _: None,
+        update: Callable[[ChunkId, Mapping[str, Tensor], Tensor | None], None] | None = None,
+        fill: Callable[[BufferId], None] | None = None,
+        drain: Callable[[BufferId], None] | None = None,
+    ) -> Outcome:
+        work = StepWork(
+            feeds=feeds,
+            noise=noise,
+            update=update or _no_update,
+            fill=fill or _no_transfer,
+            drain=drain or _no_transfer,
+        )
+        return self._executor.run(self._prepared[kind], work)
+
+    def _pieces(self, state: str, chunk: ChunkId) -> list[ParameterPiece]:
+        tensor = self._memory.tensor(state, self._chunks[chunk])
+        return [
+            ParameterPiece(
+                parameter=ParameterName(slot.parameter),
+                start=first,
+                stop=first + stop - start,
+                tensor=tensor[start:stop],
+            )
+            for start, stop, slot, first in self._memory.pieces(self._chunks[chunk])
+        ]
+
+    def _update(
+        self,
+        chunk_id: ChunkId,
+        tensors: Mapping[str, Tensor],
+        norm: Tensor | None,
+        step: int,
+        learning_rate: float,
+    ) -> None:
+        chunk = self._chunks[chunk_id]
+        group = self._groups[chunk.group]
+        scale = group.lr / self._optimizer.lr if self._optimizer.lr else 1.0
+        coefficient = None
+        if norm is not None and self._max_grad_norm is not None:
+            coefficient = clip_coefficient(norm, self._max_grad_norm)
+        master = tensors.get("master")
+        update_shard(
+            group,
+            step=step,
+            learning_rate=learning_rate * scale if group.lr != self._optimizer.lr else learning_rate,
+            param=tensors["param"] if master is None else master,
+            grad=tensors["grad"],
+            states={name: tensors[name] for name in self._optimizer.state_names},
+            pieces=[(start, stop) for start, stop, _, _ in self._memory.pieces(chunk)],
+            clip_coefficient=coefficient,
+            compute_param=None if master is None else tensors["param"],
+        )
+
+
+def _chunk_of(buffer: BufferId) -> ChunkId:
+    return ChunkId(int(buffer.rpartition("/")[2]))
+
+
+def _no_update(chunk: ChunkId, tensors: Mapping[str, Tensor], norm: Tensor | None) -> None:
+    raise AssertionError(f"chunk {chunk} is updated outside a training step")
+
+
+def _no_transfer(buffer: BufferId) -> None:
+    raise AssertionError(f"{buffer} is filled or handed out outside a load or save")

@@ -1,0 +1,420 @@
+"""Issue a program's tasks in order under the memory contract.
+
+In: a program and its proof, the tensors and tiers behind its buffers. Out: every task done, what
+it emits, and a measured timeline.
+
+    for each task, in program order, from one thread:
+        reserve what it creates, and its workspace; wait for releases while that does not fit
+        submit its work to its lane, behind the tasks that it depends on
+        when the work is done: record the span, release workspace and what it freed
+
+The verifier has shown that each task fits once all earlier ones have completed, so waiting always
+ends. In audit mode absent buffers are poisoned, every payload is measured against its declared
+size, and after each task the ledger is compared with the proof.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from packhorse.errors import AuditError
+from packhorse.graph.liveness import storages_of
+from packhorse.optim.norm import combine_norm, count_segments, segment_squares
+from packhorse.program.audit import check_against_proof
+from packhorse.program.buffers import NORM, Buffer, BufferId, ChunkId, PoolId, state_id
+from packhorse.program.program import Program, Proof
+from packhorse.program.tasks import (
+    Backward,
+    Copy,
+    Emit,
+    Export,
+    Feed,
+    Forward,
+    Free,
+    GradNorm,
+    Import,
+    Recompute,
+    SegmentNorm,
+    Task,
+    Update,
+    lane_of,
+    workspace_of,
+    writes_of,
+)
+from packhorse.program.text import format_task
+from packhorse.runtime.bodies import BodyRunner, Payload
+from packhorse.runtime.dependencies import find_dependencies
+from packhorse.runtime.disk import DiskTier
+from packhorse.runtime.lanes import Lanes
+from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
+from packhorse.runtime.memory.ledger import Ledger
+from packhorse.runtime.noise import NoiseKey
+from packhorse.timeline.spec import MemoryPoint, Span, Timeline
+
+ChunkWork = Callable[[BufferId], None]
+UpdateWork = Callable[[ChunkId, Mapping[str, Tensor], Tensor | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What a step brings from outside.
+
+    `feeds` gives each micro-batch's inputs by value name; `noise` its key, None without dropout;
+    `update` applies the optimizer to a chunk's states (with the norm, when clipping);
+    `fill` and `drain` serve Import and Export.
+    """
+
+    feeds: Callable[[int], Mapping[str, Tensor]]
+    noise: Callable[[int], NoiseKey | None]
+    update: UpdateWork
+    fill: ChunkWork
+    drain: ChunkWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A program made ready to run many times."""
+
+    program: Program
+    proof: Proof
+    dependencies: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a program run emitted, and when its tasks ran."""
+
+    emitted: Mapping[BufferId, Tensor]
+    timeline: Timeline
+
+
+def prepare_program(program: Program, proof: Proof) -> Prepared:
+    """Find dependencies and names once.
+
+    Raises:
+        AuditError: the proof is of another program.
+    """
+    if len(proof.entries) < len(program.tasks):
+        raise AuditError(
+            f"the proof covers {len(proof.entries)} tasks, the program has {len(program.tasks)}",
+            fix="verify this program",
+        )
+    return Prepared(
+        program=program,
+        proof=proof,
+        dependencies=find_dependencies(program.tasks),
+        names=tuple(format_task(task) for task in program.tasks),
+    )
+
+
+class Executor:
+    """Holds the buffers of one rank and runs programs over them.
+
+    Between programs exactly the states with a home are present, where their home is.
+    """
+
+    def __init__(
+        self,
+        *,
+        program: Program,
+        runner: BodyRunner,
+        memory: ChunkMemory,
+        disk: DiskTier,
+        lanes: Lanes,
+        parameter_order: tuple[str, ...],
+        audit: bool,
+    ) -> None:
+        self._runner = runner
+        self._memory = memory
+        self._disk = disk
+        self._lanes = lanes
+        self._order = parameter_order
+        self._audit = audit
+        self._ledger = Ledger(program.pools)
+        self._chunks = chunk_table(program.layout)
+        self._payload: dict[BufferId, Payload] = {}
+        self._chunk_present: set[BufferId] = set()
+        self._on_disk: set[BufferId] = set()
+        self._states = {
+            state_id(state, chunk.id): (state, chunk)
+            for state in program.layout.dtypes
+            for chunk in program.layout.chunks
+        }
+        if audit:
+            for state, chunk in self._states.values():
+                memory.poison(state, chunk)
+
+    @property
+    def used_bytes(self) -> Mapping[PoolId, int]:
+        """The ledger."""
+        return self._ledger.used_bytes
+
+    def run(self, prepared: Prepared, work: StepWork, *, rank: int = 0) -> Outcome:
+        """Run every task of a program; blocks until all have completed."""
+        program = prepared.program
+        spans: list[Span] = []
+        curves: dict[PoolId, list[MemoryPoint]] = {pool.id: [] for pool in program.pools}
+        emitted: dict[BufferId, Tensor] = {}
+        begin = time.perf_counter_ns()
+
+        def note(at_ns: int) -> None:
+            for pool, points in curves.items():
+                used = self._ledger.used_bytes[pool]
+                if not points or points[-1].used_bytes != used:
+                    points.append(MemoryPoint(at_ns=at_ns, used_bytes=used))
+
+        def work_of(index: int, task: Task) -> Callable[[], None]:
+            def do() -> None:
+                start = time.perf_counter_ns() - begin
+                with torch.no_grad():
+                    self._perform(task, program, work, emitted)
+                end = time.perf_counter_ns() - begin
+                spans.append(
+                    Span(
+                        index=index,
+                        name=prepared.names[index],
+                        kind=type(task).__name__,
+                        lane=lane_of(task),
+                        start_ns=start,
+                        end_ns=end,
+                    )
+                )
+                self._complete(task, program)
+                note(end)
+
+            return do
+
+        for index, task in enumerate(program.tasks):
+            self._reserve(task, program)
+            note(time.perf_counter_ns() - begin)
+            self._lanes.submit(
+                index, lane_of(task), work_of(index, task), prepared.dependencies[index]
+            )
+            if self._audit:
+                check_against_proof(prepared.proof, index, task, self._ledger.used_bytes)
+        self._lanes.wait_all()
+        return Outcome(
+            emitted=emitted,
+            timeline=Timeline(
+                source="measured",
+                rank=rank,
+                spans=tuple(spans),
+                memory={pool: tuple(points) for pool, points in curves.items()},
+            ),
+        )
+
+    def _reserve(self, task: Task, program: Program) -> None:
+        """Reserve what a task creates and its workspace, waiting for releases while it must."""
+        wanted: dict[PoolId, int] = {}
+        for buffer, tier in writes_of(task):
+            if not self._is_present(buffer, tier):
+                pool = program.buffers[buffer].pools[tier]
+                wanted[pool] = wanted.get(pool, 0) + program.buffers[buffer].size_bytes
+                self._mark(buffer, tier)
+        workspace = workspace_of(task)
+        if workspace:
+            pool = program.workspace_pool
+            wanted[pool] = wanted.get(pool, 0) + workspace
+        for pool, size in wanted.items():
+            if not self._ledger.fits(pool, size):
+                self._lanes.wait_any()
+            self._ledger.reserve(pool, size)
+
+    def _complete(self, task: Task, program: Program) -> None:
+        workspace = workspace_of(task)
+        if workspace:
+            self._ledger.release(program.workspace_pool, workspace)
+        if isinstance(task, Free):
+            buffer = program.buffers[task.buffer]
+            self._ledger.release(buffer.pools[task.tier], buffer.size_bytes)
+
+    def _is_present(self, buffer: BufferId, tier: str) -> bool:
+        if tier == "disk":
+            return buffer in self._on_disk
+        return buffer in self._chunk_present or buffer in self._payload
+
+    def _mark(self, buffer: BufferId, tier: str) -> None:
+        if tier == "disk":
+            self._on_disk.add(buffer)
+        elif buffer in self._states:
+            self._chunk_present.add(buffer)
+        else:
+            self._payload[buffer] = ()
+
+    def _perform(
+        self, task: Task, program: Program, work: StepWork, emitted: dict[BufferId, Tensor]
+    ) -> None:
+        match task:
+            case Feed():
+                feed = work.feeds(task.microbatch)
+                for buffer in task.writes:
+                    name = buffer.removeprefix("value/").rpartition("@")[0]
+                    self._keep(program.buffers[buffer], (feed[name].clone(),))
+            case Forward():
+                visible = self._look(task.reads)
+                self._keep_all(
+                    program, self._runner.forward(task, visible, work.noise(task.microbatch))
+                )
+            case Recompute():
+                key = work.noise(task.microbatch)
+                assert key is not None
+                self._keep_all(program, self._runner.recompute(task, self._look(task.reads), key))
+            case Backward():
+                self._keep_all(program, self._runner.backward(task, self._look(task.reads)))
+            case SegmentNorm():
+                self._norm_segments(task, program)
+            case GradNorm():
+                self._keep(program.buffers[NORM], (self._combine(task, program),))
+            case Update():
+                self._update(task, work)
+            case Copy():
+                self._copy(task)
+            case Free():
+                self._free(task)
+            case Emit():
+                emitted[task.buffer] = self._payload[task.buffer][0].clone()
+            case Import():
+                work.fill(task.buffer)
+            case Export():
+                self._require_present(task.buffer)
+                work.drain(task.buffer)
+            case _:
+                assert_never(task)
+
+    def _look(self, reads: tuple[BufferId, ...]) -> dict[BufferId, Payload]:
+        """The tensors of the declared buffers, and nothing else."""
+        visible: dict[BufferId, Payload] = {}
+        for buffer in reads:
+            if buffer in self._states:
+                self._require_present(buffer)
+            elif buffer in self._payload:
+                visible[buffer] = self._payload[buffer]
+            else:
+                self._require_present(buffer)
+        return visible
+
+    def _require_present(self, buffer: BufferId) -> None:
+        if buffer not in self._chunk_present and buffer not in self._payload:
+            raise AuditError(
+                f"{buffer} is read in the device tier, but it is not there",
+                fix="run the program that was verified",
+            )
+
+    def _keep_all(self, program: Program, written: Mapping[BufferId, Payload]) -> None:
+        for buffer, payload in written.items():
+            self._keep(program.buffers[buffer], payload)
+
+    def _keep(self, buffer: Buffer, payload: Payload) -> None:
+        if buffer.id not in self._payload:
+            raise AuditError(
+                f"{buffer.id} was made by a task that does not declare it",
+                fix="this is a bug in the compiler, or the program was changed by hand",
+            )
+        self._payload[buffer.id] = payload
+        if self._audit:
+            self._measure(buffer, payload)
+
+    def _measure(self, buffer: Buffer, payload: Payload) -> None:
+        others = {
+            key
+            for held, tensors in self._payload.items()
+            if held != buffer.id
+            for tensor in tensors
+            for key, _ in storages_of(tensor)
+        }
+        sizes = {key: size for tensor in payload for key, size in storages_of(tensor)}
+        held = sum(size for key, size in sizes.items() if key not in others)
+        if held != buffer.size_bytes:
+            raise AuditError(
+                f"{buffer.id} holds {held} bytes, its program declares {buffer.size_bytes}",
+                fix="trace the model and make the plan again",
+            )
+
+    def _norm_segments(self, task: SegmentNorm, program: Program) -> None:
+        chunk = self._chunks[task.chunk]
+        self._require_present(state_id("grad", chunk.id))
+        grad = self._memory.tensor("grad", chunk)
+        pieces = [grad[start:stop] for start, stop, _, _ in self._memory.pieces(chunk)]
+        self._keep(program.buffers[task.writes[0]], (segment_squares(pieces),))
+
+    def _combine(self, task: GradNorm, program: Program) -> Tensor:
+        """Put the segments of all chunks in the order of the parameters and combine them."""
+        visible = self._look(task.reads)
+        parts: dict[str, list[tuple[int, Tensor]]] = {}
+        for buffer, (segments,) in visible.items():
+            chunk = self._chunks[ChunkId(int(buffer.rpartition("/")[2]))]
+            offset = 0
+            for start, stop, slot, first in self._memory.pieces(chunk):
+                count = count_segments(stop - start)
+                parts.setdefault(slot.parameter, []).append(
+                    (first, segments[offset : offset + count])
+                )
+                offset += count
+        ordered = [
+            segments
+            for name in self._order
+            for _, segments in sorted(parts.get(name, []), key=lambda part: part[0])
+        ]
+        return combine_norm(ordered)
+
+    def _update(self, task: Update, work: StepWork) -> None:
+        chunk = self._chunks[task.chunk]
+        tensors: dict[str, Tensor] = {}
+        for buffer in task.reads:
+            self._require_present(buffer)
+            if buffer in self._states:
+                tensors[self._states[buffer][0]] = self._memory.tensor(
+                    self._states[buffer][0], chunk
+                )
+        norm = self._payload[NORM][0] if NORM in task.reads else None
+        work.update(task.chunk, tensors, norm)
+
+    def _copy(self, task: Copy) -> None:
+        state, chunk = self._states[task.buffer]
+        address = self._memory.address(state, chunk)
+        match task.source, task.target:
+            case "disk", "device":
+                self._disk.read(task.buffer, address)
+            case "device", "disk":
+                self._require_present(task.buffer)
+                self._disk.write(task.buffer, address)
+            case _:
+                raise AuditError(f"no lane copies from {task.source} to {task.target} here")
+
+    def _free(self, task: Free) -> None:
+        if task.tier == "disk":
+            self._on_disk.discard(task.buffer)
+            return
+        self._require_present(task.buffer)
+        if task.buffer in self._states:
+            state, chunk = self._states[task.buffer]
+            self._chunk_present.discard(task.buffer)
+            self._memory.drop(state, chunk)
+            if self._audit:
+                self._memory.poison(state, chunk)
+            return
+        payload = self._payload.pop(task.buffer)
+        if self._audit:
+            self._poison(payload)
+
+    def _poison(self, payload: Payload) -> None:
+        held = {
+            key
+            for tensors in self._payload.values()
+            for tensor in tensors
+            for key, _ in storages_of(tensor)
+        }
+        for tensor in payload:
+            shared = any(key in held for key, _ in storages_of(tensor))
+            if tensor.is_floating_point() and not shared:
+                tensor.fill_(float("nan"))
+
+
+

@@ -1,0 +1,51 @@
+"""Lanes: where tasks run. Each lane is first in, first out.
+
+In: work in program order, each with the places of the tasks it must follow. Out: completions.
+`InlineLanes` runs every lane on the caller's thread, so that a task is complete when `submit`
+returns; lanes with threads or streams of their own implement the same interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from packhorse.program.tasks import Lane
+
+Work = Callable[[], None]
+
+
+class Lanes(Protocol):
+    """Runs work on lanes.
+
+    `submit` never blocks on the work itself. The executor calls `finish` from the lane's side when
+    the work is done; `wait_any` blocks until some submitted task has completed, `wait_all` until
+    every one has, and both raise what a task raised.
+    """
+
+    def submit(self, index: int, lane: Lane, work: Work, after: Sequence[int]) -> None:
+        """Queue the work of task `index` behind the tasks `after` and its lane's earlier work."""
+        ...
+
+    def wait_any(self) -> None:
+        """Block until one more task has completed."""
+        ...
+
+    def wait_all(self) -> None:
+        """Block until all submitted tasks have completed."""
+        ...
+
+
+class InlineLanes:
+    """Every lane on the caller's thread."""
+
+    def submit(self, index: int, lane: Lane, work: Work, after: Sequence[int]) -> None:
+        """Run the work now; what it must follow has run already."""
+        del index, lane, after
+        work()
+
+    def wait_any(self) -> None:
+        """Nothing is ever pending."""
+
+    def wait_all(self) -> None:
+        """Nothing is ever pending."""

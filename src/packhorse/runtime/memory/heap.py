@@ -1,0 +1,41 @@
+"""How the C heap treats large blocks, where the C library lets us say so (glibc).
+
+In: `map` (large blocks are mapped, and given back when freed: memory falls to the live bytes, at
+the cost of page faults) or `keep` (freed blocks stay for the next allocation).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final, Literal
+
+from packhorse.units import KIB, MIB
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_TOP_PAD: Final = -2
+_M_MMAP_THRESHOLD: Final = -3
+_MAP_FROM_BYTES: Final = 64 * KIB
+_KEEP_BELOW_BYTES: Final = 32 * MIB  # the largest threshold that glibc accepts
+
+
+def set_heap_mode(mode: Literal["keep", "map"]) -> bool:
+    """Set the mode for the whole process; False when the C library has no such setting."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return False
+    if mode == "map":
+        settings = ((_M_MMAP_THRESHOLD, _MAP_FROM_BYTES), (_M_TRIM_THRESHOLD, MIB), (_M_TOP_PAD, 0))
+    else:
+        settings = (
+            (_M_MMAP_THRESHOLD, _KEEP_BELOW_BYTES),
+            (_M_TRIM_THRESHOLD, 2**31 - 1),
+            (_M_TOP_PAD, MIB),
+        )
+    return all([libc.mallopt(key, value) == 1 for key, value in settings])
+
+
+def trim_heap() -> None:
+    """Give free heap pages back to the system now, for example after tracing."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
