@@ -16,11 +16,7 @@ from hypothesis import strategies as st
 from packhorse.errors import StorageError
 from packhorse.storage.counters import IoCounters
 from packhorse.storage.mapping import Mapping
-from packhorse.storage.scratch_file import (
-    create_scratch_file,
-    open_scratch_file,
-    takes_direct_io,
-)
+from packhorse.storage.scratch_file import create_scratch_file, open_scratch_file
 from packhorse.storage.space import free_bytes
 from packhorse.units import MIB
 
@@ -33,8 +29,10 @@ def pattern(size: int, seed: int = 1) -> bytes:
 
 @pytest.fixture(params=[None, False], ids=["direct", "buffered"])
 def direct(request: pytest.FixtureRequest, tmp_path: Path) -> bool | None:
-    if request.param is None and not takes_direct_io(tmp_path):
-        pytest.skip("the file system of the temporary folder takes no direct I/O")
+    with create_scratch_file(tmp_path / "s", PAGE) as file:
+        if request.param is None and not file.direct:
+            pytest.skip("the file system of the temporary folder takes no direct I/O")
+        file.remove()
     return request.param
 
 
@@ -346,8 +344,8 @@ def test_a_refused_direct_open_falls_back_to_buffered(
         return real_open(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", refuse_direct)
-    assert not takes_direct_io(tmp_path)
     with create_scratch_file(tmp_path / "s", 2 * PAGE) as file:
+        assert not file.direct
         file.write_from(pattern(PAGE + 1), 0, PAGE + 1)
         content = bytearray(PAGE + 1)
         file.read_into(content, 0, PAGE + 1)

@@ -13,6 +13,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, Literal, cast, get_args
 
 from packhorse.errors import InputError
@@ -171,7 +172,7 @@ def check_scratch(tier: Tier) -> None:
     """
     path = tier.path or DEFAULT_SCRATCH
     disk = find_disk(path)
-    is_file = os.path.lexists(path) and not os.path.isdir(path)  # noqa: PTH112 path is text
+    is_file = Path(path).exists() and not Path(path).is_dir()
     if is_file or not disk.writable:
         raise InputError(
             f"the scratch folder cannot be {'used: it is no folder' if is_file else 'written'}",

@@ -56,7 +56,7 @@ def find_disk(path: str | os.PathLike[str], root: Path = Path("/")) -> Disk:
     while not folder.is_dir():
         folder = folder.parent
     status = os.statvfs(folder)
-    number = os.stat(folder).st_dev  # noqa: PTH116 st_dev is what counts, not the path
+    number = folder.stat().st_dev
     major_minor = f"{os.major(number)}:{os.minor(number)}"
     try:
         name = (root / "sys/dev/block" / major_minor).readlink().name

@@ -17,8 +17,9 @@ TierName = Literal["device", "host", "disk"]
 class Tier:
     """One place where bytes live.
 
-    `budget_bytes` is what a plan may use of it; `total_bytes` is what is there. For the disk tier
-    `path` is the scratch folder.
+    `budget_bytes` is what a plan may use of it; `total_bytes` is what is there: the memory that
+    this process may use at most, or what was free on the disk. For the disk tier `path` is the
+    scratch folder.
     """
 
     name: TierName

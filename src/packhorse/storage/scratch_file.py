@@ -25,6 +25,7 @@ from typing import Final, Self
 from packhorse.errors import StorageError
 from packhorse.storage.counters import IoCounters, IoMeter
 from packhorse.storage.extents import ALIGNMENT_BYTES, align_up
+from packhorse.storage.memory import Memory, MemoryRange
 from packhorse.storage.space import explain_failure, free_bytes, no_space
 from packhorse.units import MIB, format_bytes
 
@@ -84,9 +85,7 @@ class ScratchFile:
         """What was moved since the file was opened."""
         return self._meter.counters
 
-    def read_into(
-        self, target: int | memoryview | mmap.mmap | bytearray, offset_bytes: int, size_bytes: int
-    ) -> None:
+    def read_into(self, target: Memory, offset_bytes: int, size_bytes: int) -> None:
         """Read a range of the file into memory; blocks until the bytes are there.
 
         Args:
@@ -100,7 +99,7 @@ class ScratchFile:
             StorageError: the file is shorter than it was made, is no longer the file at its path,
                 or the disk fails.
         """
-        with _Memory(target, size_bytes, writable=True) as memory:
+        with MemoryRange(target, size_bytes, writable=True) as memory:
             descriptor = self._check(offset_bytes, size_bytes)
             for start, length, in_place in self._split(memory.address, size_bytes):
                 place = offset_bytes + start
@@ -113,7 +112,7 @@ class ScratchFile:
 
     def write_from(
         self,
-        source: int | memoryview | mmap.mmap | bytes | bytearray,
+        source: Memory,
         offset_bytes: int,
         size_bytes: int,
     ) -> None:
@@ -128,7 +127,7 @@ class ScratchFile:
         Raises:
             StorageError: as for `read_into`, and when the disk is full.
         """
-        with _Memory(source, size_bytes, writable=False) as memory:
+        with MemoryRange(source, size_bytes, writable=False) as memory:
             descriptor = self._check(offset_bytes, size_bytes)
             for start, length, in_place in self._split(memory.address, size_bytes):
                 place = offset_bytes + start
@@ -268,47 +267,6 @@ class ScratchFile:
         return after
 
 
-class _Memory:
-    """Any buffer or address as one byte view with a known address, for the time of a transfer."""
-
-    def __init__(
-        self,
-        memory: int | memoryview | mmap.mmap | bytes | bytearray,
-        size_bytes: int,
-        *,
-        writable: bool,
-    ) -> None:
-        if isinstance(memory, int):
-            self.address = memory
-            self._view = memoryview((ctypes.c_ubyte * size_bytes).from_address(memory)).cast("B")
-            return
-        view = memoryview(memory).cast("B")
-        if writable and view.readonly:
-            raise ValueError("cannot read into a read-only buffer")
-        if len(view) < size_bytes:
-            raise ValueError(f"the buffer has {len(view)} bytes, {size_bytes} are needed")
-        self._view = view
-        if view.readonly:
-            # The address of a read-only buffer is out of ctypes' reach: an odd one bounces it.
-            self.address = 1
-        else:
-            self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view)) if len(view) else 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._view.release()
-
-    def part(self, start: int, length: int) -> memoryview:
-        return self._view[start : start + length]
-
-
 def create_scratch_file(
     path: str | os.PathLike[str],
     size_bytes: int,
@@ -383,20 +341,6 @@ def open_scratch_file(
             fix="resume from the last checkpoint instead",
         )
     return _open(target, size_bytes, direct=direct, block_bytes=block_bytes)
-
-
-def takes_direct_io(folder: str | os.PathLike[str]) -> bool:
-    """Find out by trying whether files in `folder` can be opened with O_DIRECT.
-
-    Raises:
-        StorageError: no file can be made there.
-    """
-    path = Path(folder, f".packhorse-direct-{os.getpid()}")
-    file = create_scratch_file(path, ALIGNMENT_BYTES)
-    try:
-        return file.direct
-    finally:
-        file.remove()
 
 
 def _check_block(block_bytes: int) -> None:
