@@ -1,0 +1,105 @@
+"""Single passes on small, readable cases."""
+
+from __future__ import annotations
+
+from models import make_model, make_plan
+
+from packhorse.compiler.layout import lay_out_chunks
+from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.passes.updates import add_updates
+from packhorse.program.buffers import ChunkId, state_id
+from packhorse.program.tasks import Backward, Copy, Free, SegmentNorm, Task, Update
+
+
+def backwards(program, block):
+    return [t for t in program.tasks if isinstance(t, Backward) and t.block == block]
+
+
+def test_a_tied_parameter_is_summed_from_its_last_user_to_its_first():
+    model = make_model(num_layers=3, shared_layers=(1, 2, 3))
+    program = lower_plan(make_plan(model, num_microbatches=2), model, "train_step")
+    (chunk,) = program.layout.chunks_of("shared.weight")
+    grad = f"grad/{chunk.id}"
+    for microbatch in (0, 1):
+        running = f"wgrad/shared.weight@{microbatch}"
+        last, middle, first = (backwards(program, block)[microbatch] for block in (3, 2, 1))
+        assert running in last.writes
+        assert running not in last.reads
+        assert running in middle.writes
+        assert running in middle.reads
+        assert running not in first.writes
+        assert running in first.reads
+        assert grad not in (*last.writes, *middle.writes)
+        assert grad in first.writes
+        assert (grad in first.reads) == (microbatch > 0)
+
+
+def test_a_value_used_twice_gets_its_gradient_as_an_extra_root():
+    model = make_model(num_layers=3, skips=((0, 3),))
+    program = lower_plan(make_plan(model), model, "train_step")
+    (later,), (earlier,), (producer,) = (backwards(program, block) for block in (3, 1, 0))
+    assert "dvalue/h0@0" in later.writes
+    assert "dvalue/h0@0" not in later.reads
+    assert "dvalue/h0@0" in earlier.writes
+    assert "dvalue/h0@0" in earlier.reads
+    assert "dvalue/h0@0" in producer.reads
+
+
+def test_nothing_runs_backward_below_the_lowest_trained_block():
+    model = make_model(num_layers=3, frozen=("embed", "layers.1"))
+    program = lower_plan(make_plan(model), model, "train_step")
+    assert [t.block for t in program.tasks if isinstance(t, Backward)] == [4, 3, 2]
+    assert "dvalue/h1@0" not in program.buffers
+    assert "saved/1@0" not in program.buffers
+
+
+def test_without_clipping_an_update_waits_for_the_last_reader_of_its_parameters():
+    model = make_model(num_layers=1)
+    plan = make_plan(model, clips=False)
+    layout = lay_out_chunks(plan, model)
+    grads = [state_id("grad", chunk.id) for chunk in layout.chunks]
+    tasks: list[Task] = [
+        Backward(block=1, microbatch=0, reads=(), writes=tuple(grads), workspace_bytes=0),
+        Backward(
+            block=0,
+            microbatch=0,
+            reads=(state_id("param", ChunkId(1)),),
+            writes=(),
+            workspace_bytes=0,
+        ),
+    ]
+    made = add_updates(tasks, layout, plan.optimizer)
+    names = [
+        (type(task).__name__, getattr(task, "chunk", None))
+        for task in made
+        if isinstance(task, Backward | SegmentNorm | Update)
+    ]
+    others = [chunk.id for chunk in layout.chunks if chunk.id != 1]
+    assert names.index(("Update", 1)) == len(names) - 1
+    assert names.index(("SegmentNorm", 1)) < len(names) - 2
+    assert [names.index(("Update", c)) - names.index(("SegmentNorm", c)) for c in others] == [
+        1
+    ] * len(others)
+
+
+def test_gradients_on_disk_leave_between_micro_batches_and_return_once_for_the_update():
+    model = make_model(num_layers=2)
+    plan = make_plan(model, gradients="disk", num_microbatches=2)
+    program = lower_plan(plan, model, "train_step")
+    (chunk,) = program.layout.chunks_of("head.weight")
+    moves = [
+        (task.source, task.target) if isinstance(task, Copy) else task.tier
+        for task in program.tasks
+        if isinstance(task, Copy | Free) and task.buffer == f"grad/{chunk.id}"
+    ]
+    away, back = ("device", "disk"), ("disk", "device")
+    assert moves == [away, "device", back, away, "device", back, "device", "disk"]
+
+
+def test_a_chunk_stays_between_neighbours():
+    model = make_model(num_layers=3)
+    program = lower_plan(make_plan(model, parameters="disk"), model, "evaluate")
+    (chunk,) = program.layout.chunks_of("layers.2.norm.weight")
+    assert program.layout.chunks_of("layers.1.norm.weight") == (chunk,)
+    loads = [t for t in program.tasks if isinstance(t, Copy) and t.buffer == f"param/{chunk.id}"]
+    assert len(loads) == 1
