@@ -7,8 +7,8 @@ with rows that are all padding.
 
 With packing, `position_ids` restart at every document (and once more where the padding begins), and
 `document_ids` number the documents of a row from 1; 0 is padding. Attention must stay within a
-document. transformers reads this off restarting `position_ids` itself, if it is given no
-attention mask.
+document. transformers reads this off restarting `position_ids` itself, but only if it gets no
+attention mask and keeps no key-value cache (`use_cache=False`).
 """
 
 from __future__ import annotations
@@ -117,9 +117,13 @@ class Batches:
 
 def find_row_length(*caches: TokenCache) -> int:
     """Find the T that holds the rows of all caches without paying for an unused `max_length`."""
-    longest = max(cache.summary.longest_row for cache in caches)
-    rounded = ceil(longest / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-    return min(rounded, max(cache.manifest.max_length for cache in caches))
+    return max(
+        min(
+            ceil(cache.summary.longest_row / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE,
+            cache.manifest.max_length,
+        )
+        for cache in caches
+    )
 
 
 def count_steps(

@@ -16,15 +16,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
 from packhorse.data.documents import DataSummary
-from packhorse.data.formats import FORMATS, RowFormat
 from packhorse.data.sources import Origin
 from packhorse.errors import DataError, FileFormatError
 
@@ -67,7 +67,7 @@ class Manifest:
     """
 
     fingerprint: str
-    token_dtype: str
+    token_dtype: Literal["<u2", "<u4"]
     vocab_size: int
     max_length: int
     packing: bool
@@ -82,6 +82,12 @@ class Manifest:
         content: list[object] = [self.token_dtype, self.pad_id, self.packing, self.max_length]
         content += [self.seals[name].digest for name in FILES if name != ORIGIN_FILE]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head:
+    kind: str
+    version: int
 
 
 class TokenCache:
@@ -132,7 +138,13 @@ def open_cache(folder: Path) -> TokenCache:
     manifest = read_manifest(folder)
     for name in FILES:
         found = seal_file(folder / name)
-        expected = manifest.seals[name]
+        expected = manifest.seals.get(name)
+        if expected is None:
+            raise FileFormatError(
+                f"the token cache is damaged: {MANIFEST} does not list {name}",
+                where=str(folder / MANIFEST),
+                fix=f"remove {folder}; it is made again from the data",
+            )
         if found != expected:
             raise FileFormatError(
                 f"the token cache is damaged: {name} has {found.size_bytes} bytes and digest "
@@ -167,9 +179,7 @@ def seal_file(path: Path) -> FileSeal:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest; the caller makes it durable."""
-    fields = asdict(manifest)
-    fields["sources"] = [str(path) for path in manifest.sources]
-    fields["summary"]["formats"] = [[str(path), name] for path, name in manifest.summary.formats]
+    fields = TypeAdapter(Manifest).dump_python(manifest, mode="json")
     text = json.dumps({"kind": KIND, "version": VERSION, **fields}, indent=2)
     (folder / MANIFEST).write_text(text + "\n", encoding="ascii")
 
@@ -182,62 +192,27 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        # Only the keys below are used; a missing or ill-typed one is caught as damage.
-        fields = cast("dict[str, dict[str, object]]", json.loads(path.read_text(encoding="utf-8")))
-        kind, version = cast("tuple[object, object]", (fields["kind"], fields["version"]))
-        if kind != KIND:
-            raise FileFormatError(f"{path} is of kind {kind!r}, not {KIND!r}", where=str(path))
-        if not isinstance(version, int) or version > VERSION:
+        text = path.read_bytes()
+        head = TypeAdapter(_Head).validate_json(text)
+        if head.kind != KIND:
+            raise FileFormatError(f"{path} is of kind {head.kind!r}, not {KIND!r}", where=str(path))
+        if head.version > VERSION:
             raise FileFormatError(
-                f"{path} has version {version}; this Packhorse reads up to {VERSION}",
+                f"{path} has version {head.version}; this Packhorse reads up to {VERSION}",
                 where=str(path),
                 fix="use a newer Packhorse, or remove the cache",
             )
-        return _parse_manifest(fields)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return TypeAdapter(Manifest).validate_json(text)
+    except (OSError, ValidationError) as error:
+        reason = str(error).splitlines()[0]
         raise FileFormatError(
-            f"the token cache is damaged: {MANIFEST} cannot be read ({error})",
+            f"the token cache is damaged: {MANIFEST} cannot be read ({reason})",
             where=str(path),
             fix=f"remove {folder}; it is made again from the data",
         ) from error
 
 
-def _parse_manifest(fields: Mapping[str, object]) -> Manifest:
-    summary = dict(cast("Mapping[str, object]", fields["summary"]))
-    pairs = cast("list[tuple[str, RowFormat]]", summary.pop("formats"))
-    if any(name not in FORMATS for _, name in pairs):
-        raise ValueError("unknown data format")
-    counts = {name: int(cast("int", value)) for name, value in summary.items()}
-    seals = cast("Mapping[str, Mapping[str, object]]", fields["seals"])
-    return Manifest(
-        fingerprint=str(fields["fingerprint"]),
-        token_dtype=_check_dtype(fields["token_dtype"]),
-        vocab_size=int(cast("int", fields["vocab_size"])),
-        max_length=int(cast("int", fields["max_length"])),
-        packing=bool(fields["packing"]),
-        pad_id=int(cast("int", fields["pad_id"])),
-        sources=tuple(Path(name) for name in cast("list[str]", fields["sources"])),
-        summary=DataSummary(
-            formats=tuple((Path(path), name) for path, name in pairs),
-            **counts,
-        ),
-        seals={
-            name: FileSeal(
-                size_bytes=int(cast("int", seals[name]["size_bytes"])),
-                digest=str(seals[name]["digest"]),
-            )
-            for name in FILES
-        },
-    )
-
-
-def _check_dtype(name: object) -> str:
-    if name not in ("<u2", "<u4"):
-        raise ValueError(f"unknown token type {name!r}")
-    return str(name)
-
-
-def choose_token_dtype(vocab_size: int) -> str:
+def choose_token_dtype(vocab_size: int) -> Literal["<u2", "<u4"]:
     """Pick the narrowest type that holds every token of a vocabulary.
 
     Raises:

@@ -131,18 +131,18 @@ class CacheWriter:
             file.close()
 
     def _flush(self, *, last: bool) -> None:
-        if not self._tokens:
-            return
-        self._files[TOKEN_FILE].append(np.concatenate(self._tokens).astype(self._dtype))
-        labels = np.concatenate(self._labels)
-        # Bits go out in whole bytes; up to seven wait for the next call.
-        whole = len(labels) if last else len(labels) // 8 * 8
-        self._files[LABEL_FILE].append(np.packbits(labels[:whole], bitorder="little"))
-        self._files[DOCUMENT_FILE].append(np.asarray(self._document_ends, "<i8"))
-        self._files[ROW_FILE].append(np.asarray(self._row_ends, "<i8"))
-        self._files[ORIGIN_FILE].append(np.asarray(self._origins, "<i8"))
-        self._tokens, self._labels = [], [labels[whole:].copy()]
-        self._document_ends, self._row_ends, self._origins = [], [], []
+        if self._tokens:
+            self._files[TOKEN_FILE].append(np.concatenate(self._tokens).astype(self._dtype))
+            self._files[DOCUMENT_FILE].append(np.asarray(self._document_ends, "<i8"))
+            self._files[ROW_FILE].append(np.asarray(self._row_ends, "<i8"))
+            self._files[ORIGIN_FILE].append(np.asarray(self._origins, "<i8"))
+        if self._labels:
+            labels = np.concatenate(self._labels)
+            # Bits go out in whole bytes; up to seven wait for the next call.
+            whole = len(labels) if last else len(labels) // 8 * 8
+            self._files[LABEL_FILE].append(np.packbits(labels[:whole], bitorder="little"))
+            self._labels = [labels[whole:].copy()]
+        self._tokens, self._document_ends, self._row_ends, self._origins = [], [], [], []
         self._num_buffered = 0
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, assert_never
 
 from packhorse.data.sources import Origin
+from packhorse.data.values import is_list, is_object
 from packhorse.errors import DataError
 
 RowFormat = Literal[
@@ -212,17 +213,15 @@ def _read_optional_text(fields: Mapping[str, object], key: str, origin: Origin) 
 
 
 def _read_list(value: object, field: str, origin: Origin) -> list[object]:
-    if not isinstance(value, list):
+    if not is_list(value):
         raise _wrong_type(field, value, "a list", origin)
-    # Elements of parsed JSON are objects of unknown type.
-    return list(value)  # pyright: ignore[reportUnknownArgumentType] json
+    return value
 
 
 def _read_object(value: object, field: str, origin: Origin) -> dict[str, object]:
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise _wrong_type(field, value, "an object", origin)
-    # Keys of a JSON object are strings.
-    return {str(key): item for key, item in value.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType] json
+    return value
 
 
 def _read_messages(value: object, field: str, origin: Origin) -> tuple[Message, ...]:
@@ -261,8 +260,8 @@ def _read_message(turn: dict[str, object], field: str, origin: Origin) -> Messag
     content = turn.get("content")
     if content is None and turn.get("tool_calls"):
         return {**turn, "content": ""}
-    if isinstance(content, list):
-        return {**turn, "content": _join_parts(_read_list(content, field, origin), field, origin)}  # pyright: ignore[reportUnknownArgumentType] json
+    if is_list(content):
+        return {**turn, "content": _join_parts(content, field, origin)}
     return {**turn, "content": _check_text(content, f"{field}.content", origin)}
 
 
@@ -329,13 +328,13 @@ def _read_conversation(fields: Mapping[str, object], origin: Origin) -> Chat:
 
 def _read_completion(fields: Mapping[str, object], origin: Origin) -> Chat | Completion:
     prompt, completion = fields["prompt"], fields["completion"]
-    if not isinstance(prompt, list) and not isinstance(completion, list):
+    if not is_list(prompt) and not is_list(completion):
         return Completion(
             prompt=_read_text(fields, "prompt", origin),
             completion=_read_text(fields, "completion", origin),
         )
-    before = _read_messages(fields["prompt"], "prompt", origin)
-    after = _read_messages(fields["completion"], "completion", origin)
+    before = _read_messages(prompt, "prompt", origin)
+    after = _read_messages(completion, "completion", origin)
     return Chat(
         messages=before + after,
         tools=_read_tools(fields.get("tools"), origin),

@@ -95,12 +95,19 @@ class _Scanner:
         text = "".join([*self.parts, tail])
         self.parts = []
         body = text.lstrip()
-        line = self.start_line + text[: len(text) - len(body)].count("\n")
+        line = self._find_line(text)
         self.start_line = self.line
         # Only the empty list may have an empty element; json refuses any other one by its line.
         if body or not last or self.num_elements > 1:
             self.num_elements += 1
             yield body, line
+
+    def waiting_line(self) -> int:
+        """The line on which the element that has not ended yet starts."""
+        return self._find_line("".join(self.parts))
+
+    def _find_line(self, text: str) -> int:
+        return self.start_line + text[: len(text) - len(text.lstrip())].count("\n")
 
     def broken(self, what: str) -> DataError:
         return DataError(
@@ -134,12 +141,12 @@ def read_json_list(path: Path, *, max_bytes: int) -> Iterator[ListElement]:
             if sum(map(len, scanner.parts)) > max_bytes:
                 raise DataError(
                     f"one element of the list is over {format_bytes(max_bytes)}",
-                    where=f"{path}:{scanner.start_line}",
+                    where=f"{path}:{scanner.waiting_line()}",
                     fix="look for an unclosed quote or bracket from that line on",
                 )
     if scanner.depth:
         raise DataError(
             "broken JSON: the file ends inside its list",
-            where=f"{path}:{scanner.line}; the last element starts near line {scanner.start_line}",
+            where=f"{path}:{scanner.line}; the open element starts on {scanner.waiting_line()}",
             fix="look for a missing quote or bracket, or a file that was cut off",
         )

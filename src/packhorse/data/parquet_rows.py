@@ -20,9 +20,8 @@ def read_parquet_rows(path: Path) -> Iterator[tuple[Mapping[str, object], int, i
         DataError: the file is no parquet file, or damaged.
     """
     try:
-        # pyarrow is an optional extra and has no types.
-        arrow: Any = importlib.import_module("pyarrow")
-        parquet: Any = importlib.import_module("pyarrow.parquet")
+        arrow: Any = importlib.import_module("pyarrow")  # an optional extra without types
+        parquet: Any = importlib.import_module("pyarrow.parquet")  # the same
     except ImportError as error:
         raise InputError(f"reading {path} needs pyarrow: pip install 'packhorse[data]'") from error
     try:

@@ -21,6 +21,7 @@ from packhorse.data.json_lists import read_json_list
 from packhorse.data.parquet_rows import read_parquet_rows
 from packhorse.data.segments import SEGMENT_CHARS, find_cut
 from packhorse.data.utf8 import make_encoding_error
+from packhorse.data.values import is_object
 from packhorse.errors import DataError
 from packhorse.units import format_bytes
 
@@ -275,7 +276,7 @@ def _read_json_list_rows(path: Path) -> Iterator[FieldRow]:
 
 def _parse_object(text: str, origin: Origin) -> Mapping[str, object]:
     try:
-        value: object = json.loads(text)
+        value: object = json.loads(text.rstrip())
     except json.JSONDecodeError as error:
         place = Origin(path=origin.path, line=origin.line + error.lineno - 1)
         raise DataError(
@@ -287,14 +288,13 @@ def _parse_object(text: str, origin: Origin) -> Mapping[str, object]:
         raise DataError("JSON is nested too deeply", where=str(origin)) from error
     except ValueError as error:
         raise DataError(f"unreadable JSON: {error}", where=str(origin)) from error
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise DataError(
             f"a row must be a JSON object, not {_name_json_type(value)}",
             where=f"{origin}: {_excerpt(text, 0)}",
             fix='write each row as an object, for example {"text": "..."}',
         )
-    # JSON object keys are always strings.
-    return {str(key): item for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType] json is untyped
+    return value
 
 
 def _excerpt(text: str, position: int) -> str:

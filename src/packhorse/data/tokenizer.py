@@ -47,8 +47,7 @@ class Tokenizer:
                 f"the tokenizer {type(inner).__name__} has no fast version (tokenizer.json)",
                 fix="convert it: load it with transformers and save_pretrained() it again",
             )
-        # transformers leaves most attributes untyped.
-        self.inner: Any = inner
+        self.inner: Any = inner  # most of its attributes are untyped
         self.name = str(self.inner.name_or_path) or type(inner).__name__
         self.opening = self._find_opening()
 
@@ -169,8 +168,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             fix="give the folder that holds tokenizer.json and tokenizer_config.json",
         )
     try:
-        # Its types are partly unknown, and it is slow to load: nothing else here needs it.
-        transformers: Any = importlib.import_module("transformers")
+        transformers: Any = importlib.import_module("transformers")  # partly untyped
     except ImportError as error:
         raise InputError(
             "tokenising text needs transformers: pip install 'packhorse[hf]'"
