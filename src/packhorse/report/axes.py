@@ -5,7 +5,7 @@ In: a largest value. Out: ticks as (value, label), from 0 upwards.
 
 from __future__ import annotations
 
-from math import log10
+from math import ceil, floor, log2, log10
 from typing import Final
 
 _TIME_UNITS: Final = (
@@ -27,32 +27,37 @@ _BYTE_UNITS: Final = (
 
 def time_ticks(longest_ns: int, *, num_ticks: int = 10) -> tuple[tuple[int, str], ...]:
     """Give up to `num_ticks` round times from 0 to at most `longest_ns`."""
-    return _ticks(longest_ns, num_ticks, _TIME_UNITS, start_at=2)
+    name, scale = _unit_for(longest_ns, _TIME_UNITS, start_at=2)
+    # Nanoseconds are whole.
+    least = longest_ns / scale / max(num_ticks - 1, 1)
+    step = max(_decimal_step(least), 1 / scale)
+    return _ticks(longest_ns, step, name, scale)
 
 
 def byte_ticks(most_bytes: int, *, num_ticks: int = 4) -> tuple[tuple[int, str], ...]:
-    """Give up to `num_ticks` round sizes from 0 to at most `most_bytes`."""
-    return _ticks(most_bytes, num_ticks, _BYTE_UNITS, start_at=1)
+    """Give up to `num_ticks` sizes, multiples of a power of two, from 0 to at most `most_bytes`."""
+    name, scale = _unit_for(most_bytes, _BYTE_UNITS, start_at=1)
+    least = most_bytes / scale / max(num_ticks - 1, 1)
+    step = max(2.0 ** ceil(log2(least)) if least > 0 else 1.0, 1 / scale)
+    return _ticks(most_bytes, step, name, scale)
 
 
-def _ticks(
-    largest: int, num_ticks: int, units: tuple[tuple[str, int], ...], *, start_at: float
-) -> tuple[tuple[int, str], ...]:
-    unit, scale = next(
-        ((name, size) for name, size in reversed(units) if largest >= start_at * size), units[0]
-    )
-    step = _round_step(largest / scale / max(num_ticks - 1, 1))
+def _unit_for(
+    largest: int, units: tuple[tuple[str, int], ...], *, start_at: int
+) -> tuple[str, int]:
+    return next((unit for unit in reversed(units) if largest >= start_at * unit[1]), units[0])
+
+
+def _ticks(largest: int, step: float, name: str, scale: int) -> tuple[tuple[int, str], ...]:
     ticks: list[tuple[int, str]] = []
     while (value := round(len(ticks) * step * scale)) <= largest:
-        ticks.append((value, f"{len(ticks) * step:g} {unit}"))
-        if step * scale < 1:
-            break
+        ticks.append((value, f"{len(ticks) * step:g} {name}"))
     return tuple(ticks)
 
 
-def _round_step(least: float) -> float:
+def _decimal_step(least: float) -> float:
     """Give the smallest of 1, 2, 5 times a power of ten that is at least `least`."""
     if least <= 0:
         return 1.0
-    power = 10.0 ** int(log10(least) // 1)
+    power = 10.0 ** floor(log10(least))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
