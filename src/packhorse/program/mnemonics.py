@@ -37,7 +37,7 @@ BUFFER_TASKS: Final[Mapping[str, type[Emit] | type[Import] | type[Export]]] = Ma
     {"EMIT": Emit, "IMP": Import, "EXP": Export}
 )
 MNEMONICS: Final = (*BLOCK_TASKS, "FEED", "SEG", "NORM", "UPD", "CP", "FREE", *BUFFER_TASKS)
-HEAD_WIDTH: Final = 16
+HEAD_WIDTH: Final = 18
 
 
 def format_task(task: Task, names: Names) -> str:

@@ -37,6 +37,7 @@ from packhorse.program.tasks import (
     Update,
 )
 from packhorse.verifier.failures import make_error, name_task
+from packhorse.verifier.needs import chunks_by_parameter
 from packhorse.verifier.outline import BlockTable, Indices, Outline
 
 RULE: Final = "coverage"
@@ -263,12 +264,12 @@ def _blocks_of(model: Model | None, table: BlockTable) -> list[int]:
 def _chunks_with_gradient(outline: Outline) -> set[ChunkId]:
     if outline.model is None:
         return set(outline.gradients)
-    layout = outline.program.layout
-    used = {name for name, p in outline.model.parameters.items() if p.trainable and p.blocks}
+    chunks_of = chunks_by_parameter(outline.program.layout)
     return {
-        chunk.id
-        for chunk in layout.chunks
-        if chunk.trainable and any(slot.parameter in used for slot in layout.slots_of(chunk))
+        chunk
+        for name, parameter in outline.model.parameters.items()
+        if parameter.trainable and parameter.blocks
+        for chunk in chunks_of[name]
     }
 
 

@@ -54,7 +54,12 @@ def _absent(replay: Replay, place_index: int, verb: str) -> RuleError:
     if freed is not None and (made is None or made < freed):
         history = f"; {name_task(replay.program, freed)} freed it there"
     else:
-        history = "; no earlier task brings it there"
+        later = replay.find_next(
+            lambda access: access.copies_into == place_index or place_index in access.creates
+        )
+        history = "; no task brings it there"
+        if later is not None:
+            history = f"; {name_task(replay.program, later)} brings it there only later"
     return make_error(
         replay.program,
         RULE,

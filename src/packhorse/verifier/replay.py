@@ -137,6 +137,11 @@ class Replay:
         """Find the last task before this one whose access passes a test."""
         return next((i for i in range(self.index - 1, -1, -1) if touches(self.accesses[i])), None)
 
+    def find_next(self, touches: Callable[[Access], bool]) -> int | None:
+        """Find the first task after this one whose access passes a test."""
+        later = range(self.index + 1, len(self.accesses))
+        return next((i for i in later if touches(self.accesses[i])), None)
+
     def _reserve(self, place_indices: tuple[int, ...]) -> None:
         self.used_bytes = self.used_bytes.copy()
         for place_index in place_indices:
