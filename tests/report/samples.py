@@ -124,7 +124,7 @@ def make_predicted_plan():
             disk_read_bytes=1620 * MIB,
             disk_written_bytes=1620 * MIB,
             scratch_bytes=1640 * MIB,
-            bottleneck="compute",
+            bottleneck="compute: 79.8 % of the step",
         ),
     )
 

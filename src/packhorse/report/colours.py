@@ -33,6 +33,8 @@ _CAUSE_COLOURS: Final[Mapping[str, str]] = {
     "logits": "#d9b32f",
     "buffers": "#4fa9b0",
     "workspace": "#8e6bbf",
+    "heap": "#b58ad6",
+    "copy": "#4fa9b0",
     "base": _GREY,
 }
 
