@@ -3,8 +3,9 @@
 In: a model, a layout with its states, the dtypes of the source weights. Out: model tensors under
 the model's own names, optimizer tensors as `<parameter>/<state>` in float32.
 
-Where the model's file would round (it is bfloat16, training is float32), the exact parameters are
-kept as `<parameter>/master`.
+The model's tensors are filled from the exact parameters: the float32 master where there is one.
+Where the model's file rounds them (it is bfloat16, training is float32), they are also kept as
+`<parameter>/master`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,12 @@ class TensorPlan:
     model: tuple[StateTensor, ...]
     optimizer: tuple[StateTensor, ...]
 
+    @property
+    def states(self) -> frozenset[tuple[str, str]]:
+        """The (parameter, state) pairs that a save needs in full."""
+        tensors = (*self.model, *self.optimizer)
+        return frozenset((tensor.parameter, tensor.state) for tensor in tensors)
+
     def file_bytes(self, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> int:
         """Bytes of all tensor files with their headers."""
         return sum(
@@ -59,7 +66,9 @@ def plan_tensors(
 ) -> TensorPlan:
     """Decide what a checkpoint of a run holds.
 
-    Every state of the layout but gradients is saved for trained parameters, and `param` for all.
+    Every state of the layout but gradients is saved for trained parameters, `param` alone for
+    frozen ones. Where trained parameters have a `master`, their `param` follows from it and is not
+    asked for.
 
     Args:
         saved_dtypes: dtype in the model's file by parameter; by default the parameter's own.
@@ -72,9 +81,10 @@ def plan_tensors(
     optimizers: list[StateTensor] = []
     for parameter in model.parameters.values():
         dtype = wanted.get(parameter.name, parameter.dtype)
-        models.append(_tensor(parameter, parameter.name, PARAM, dtype))
         if not parameter.trainable:
+            models.append(_tensor(parameter, parameter.name, PARAM, dtype))
             continue
+        models.append(_tensor(parameter, parameter.name, exact_state, dtype))
         if dtype != exact_dtype:
             key = state_key(parameter.name, MASTER)
             optimizers.append(_tensor(parameter, key, exact_state, exact_dtype))
