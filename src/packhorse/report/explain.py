@@ -146,7 +146,7 @@ def _say_run(run: RunEstimate) -> list[str]:
 def _memory_section(plan: Plan, tier: str, causes: Mapping[str, int]) -> list[RenderableType]:
     peak_bytes = sum(causes.values())
     budget_bytes = _budget_of(plan, tier)
-    used = {cause: size for cause, size in causes.items() if size}
+    used = _largest_first(causes)
     parts = [_heading(f"Memory, {_say_peak(plan, tier, causes)}")]
     # In a budget that is nearly empty there would be nothing to see.
     if peak_bytes >= _WORTH_A_BAR * budget_bytes > 0:
@@ -156,7 +156,7 @@ def _memory_section(plan: Plan, tier: str, causes: Mapping[str, int]) -> list[Re
 
 
 def _time_section(plan: Plan, prediction: Prediction) -> list[RenderableType]:
-    spent = {cause: ns for cause, ns in prediction.time_ns.items() if ns}
+    spent = _largest_first(prediction.time_ns)
     notes = [
         f"Bound by {words_for(prediction.bottleneck)}.",
         *find_relief(plan),
@@ -204,6 +204,12 @@ def _bars(sizes: Mapping[str, int], whole: int, render: Callable[[float], str]) 
             Bar(share=share, style=colour_of(name)),
         )
     return table
+
+
+def _largest_first(causes: Mapping[str, int]) -> dict[str, int]:
+    return {
+        cause: size for cause, size in sorted(causes.items(), key=lambda item: -item[1]) if size
+    }
 
 
 def _heading(text: str) -> RenderableType:

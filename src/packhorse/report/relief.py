@@ -41,8 +41,9 @@ def price_clipping(plan: Plan) -> str:
     )
     on_disk = sum(chunk.gradients.value == "disk" for chunk in plan.chunks if chunk.trainable)
     where = f", those of {on_disk} chunks on disk" if on_disk else ""
+    takes = f"takes {format_ns(norm_ns)} a step for the norm and " if norm_ns else ""
     return (
-        f"Clipping takes {format_ns(norm_ns)} a step for the norm and keeps all gradients"
+        f"Clipping {takes}keeps all gradients"
         f" ({format_bytes(held_bytes)}) until it is known{where}."
     )
 
