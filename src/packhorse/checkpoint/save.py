@@ -145,7 +145,7 @@ class CheckpointWriter:
         try:
             commit_folder(self._folder.path, self._final)
         except StorageError:
-            if replaced is not None:
+            if replaced is not None and not self._final.exists():
                 replaced.rename(self._final)
             raise
         if replaced is not None:

@@ -22,6 +22,7 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
+from packhorse.checkpoint.checksums import expect_sequential_reads
 from packhorse.checkpoint.header import TensorPlace, read_header
 from packhorse.checkpoint.json_values import is_object, parse_json
 from packhorse.checkpoint.tensor_writer import BLOCK_BYTES, TORCH_DTYPES
@@ -167,6 +168,7 @@ class TensorFiles:
         places = read_header(path)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._exit.callback(os.close, descriptor)
+        expect_sequential_reads(descriptor)
         for name, place in places.items():
             if name in self._stored:
                 raise FileFormatError(
