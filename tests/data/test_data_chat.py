@@ -6,7 +6,13 @@ from pathlib import Path
 import chat_templates as tiny
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as BareTokenizer
+from tokenizers import models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
+from packhorse.data import encoding, segments
 from packhorse.data.chat import encode_chat
 from packhorse.data.encoding import Encoder, Piece
 from packhorse.data.formats import Chat, Completion, Example, Instruction, Text, Tokens
@@ -141,21 +147,47 @@ def test_an_end_that_the_text_brings_is_not_doubled(tokenizer: Tokenizer) -> Non
     assert tokenizer.decode(piece.tokens.tolist()) == "hello<|eos|>"
 
 
+@given(
+    parts=st.lists(
+        st.sampled_from(["the", "fox", "7", ". ", ".\n\n", " ", "  ", "\n", "\n\n"]), min_size=99
+    )
+)
+@settings(max_examples=40, deadline=None)
 def test_long_texts_are_tokenised_in_stretches_without_a_seam(
-    make_tokenizer: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
+    make_tokenizer: MakeTokenizer, parts: list[str]
 ) -> None:
-    from packhorse.data import encoding, segments
-
     tokenizer = make_tokenizer(bos=True)
-    text = "the quick brown fox jumps\nover the lazy dog\n\n" * 30
+    text = "the " + " fox ".join(parts)
     (whole,) = encode_all(make_encoder(tokenizer), [Text(text=text)])
-    monkeypatch.setattr(encoding, "SEGMENT_CHARS", 100)
-    monkeypatch.setattr(encoding, "split_text", lambda value: segments.split_text(value, 100))
-    pieces = encode_all(make_encoder(tokenizer), [Text(text=text)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "SEGMENT_CHARS", 100)
+        patch.setattr(encoding, "split_text", lambda value: segments.split_text(value, 100))
+        pieces = encode_all(make_encoder(tokenizer), [Text(text=text)])
     assert len(pieces) > 5
     assert np.array_equal(np.concatenate([piece.tokens for piece in pieces]), whole.tokens)
     assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_stretches_have_no_seam_for_tokenizers_that_mark_beginnings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bare = BareTokenizer(models.BPE(unk_token="<unk>"))
+    bare.normalizer = normalizers.Replace("\n", "|")
+    bare.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    trainer = trainers.BpeTrainer(
+        vocab_size=80, special_tokens=["<unk>", "<eos>"], show_progress=False
+    )
+    bare.train_from_iterator(["over the|lazy dog|", "the fox|"], trainer)
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<eos>"))
+    text = "the lazy dog\nthe fox\n" * 20
+    assert tokenizer.encode(["fox"])[0].tolist() != tokenizer.encode(["\nfox"])[0].tolist()[-1:]
+    (whole,) = encode_all(make_encoder(tokenizer), [Text(text=text)])
+    monkeypatch.setattr(encoding, "SEGMENT_CHARS", 50)
+    monkeypatch.setattr(encoding, "split_text", lambda value: segments.split_text(value, 50))
+    pieces = encode_all(make_encoder(tokenizer), [Text(text=text)])
+    assert len(pieces) > 5
+    assert np.array_equal(np.concatenate([piece.tokens for piece in pieces]), whole.tokens)
 
 
 def test_completions_are_learnt_with_their_end(make_tokenizer: MakeTokenizer) -> None:

@@ -26,7 +26,7 @@ from packhorse.data.tokenizer import Tokenizer
 from packhorse.errors import DataError, InputError
 
 _GROUP_EXAMPLES: Final = 512
-_GROUP_CHARS: Final = SEGMENT_CHARS
+_GROUP_CHARS: Final = 4 * SEGMENT_CHARS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,8 @@ class Encoder:
             yield from map(self._check_vocabulary, self._encode_group(group))
 
     def _encode_group(self, group: list[tuple[Origin, Example]]) -> Iterator[Piece]:
-        texts = [example.text for _, example in group if isinstance(example, Text)]
-        encoded = iter(self._need_tokenizer().encode(texts) if texts else ())
+        texts = [example for _, example in group if isinstance(example, Text)]
+        encoded = iter(self._encode_texts(texts) if texts else ())
         for origin, example in group:
             match example:
                 case Text():
@@ -81,6 +81,25 @@ class Encoder:
                     yield _take_tokens(example, origin)
                 case _:
                     assert_never(example)
+
+    def _encode_texts(self, texts: list[Text]) -> list[NDArray[np.int64]]:
+        """Tokenise texts; a later stretch sees a line end before it, as it does in its document.
+
+        Many tokenizers treat the beginning of a text specially. The line end's own tokens go again.
+        """
+        tokenizer = self._need_tokenizer()
+        (line_end,) = tokenizer.encode(["\n"])
+        encoded = tokenizer.encode(
+            [text.text if text.starts else "\n" + text.text for text in texts]
+        )
+        for index, text in enumerate(texts):
+            if not text.starts:
+                tokens = encoded[index]
+                if np.array_equal(tokens[: len(line_end)], line_end):
+                    encoded[index] = tokens[len(line_end) :]
+                else:
+                    (encoded[index],) = tokenizer.encode([text.text])
+        return encoded
 
     def _finish_text(self, example: Text, origin: Origin, tokens: NDArray[np.int64]) -> Piece:
         if example.starts and len(tokens):
