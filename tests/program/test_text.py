@@ -28,7 +28,9 @@ from packhorse.program.tasks import (
 )
 from packhorse.program.text import format_program, format_task, parse_program
 
-NAMES = st.text(max_size=8) | st.sampled_from(["param/3", "value/h2@0", "a b", "x=1,y", "%41", "''"])
+NAMES = st.text(max_size=8) | st.sampled_from(
+    ["param/3", "value/h2@0", "a b", "x=1,y", "%41", "''"]
+)
 COUNTS = st.integers(0, 2**53)
 TIERS = st.sampled_from(["device", "host", "disk"])
 LISTS = st.lists(NAMES, max_size=3).map(tuple)
@@ -169,7 +171,7 @@ end
 
 
 @given(PROGRAMS)
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_any_program_survives_its_text(program: Program) -> None:
     text = format_program(program)
     assert text.isascii()

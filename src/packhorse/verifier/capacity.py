@@ -61,22 +61,26 @@ def _exact(num_bytes: int) -> str:
 
 
 def _list_causes(replay: Replay, pool_index: int, index: int | None) -> str:
-    sizes: Counter[str] = Counter()
-    for place_index, place in enumerate(replay.places):
-        if place.pool_index == pool_index and replay.held[place_index] is not None:
-            sizes[place.buffer] = place.size_bytes
+    # What the task itself brings comes first, then the largest of what lies there.
+    brought: Counter[str] = Counter()
     if index is not None:
         access = replay.accesses[index]
-        target = () if access.copies_into is None else (access.copies_into,)
-        for place_index in (*access.creates, *target):
+        target = access.copies_into
+        for place_index in access.creates if target is None else (target,):
             place = replay.places[place_index]
-            if place.pool_index == pool_index:
-                sizes[f"{place.buffer} (new)"] = place.size_bytes
+            if place.pool_index == pool_index and replay.held[place_index] is None:
+                brought[f"{place.buffer} (new)"] = place.size_bytes
         if pool_index == replay.workspace_pool and access.workspace_bytes:
-            sizes["workspace"] = access.workspace_bytes
-    shown = sizes.most_common(NUM_CAUSES)
+            brought["workspace"] = access.workspace_bytes
+    held: Counter[str] = Counter()
+    for place_index, place in enumerate(replay.places):
+        if place.pool_index == pool_index and replay.held[place_index] is not None:
+            held[place.buffer] = place.size_bytes
+    shown = brought.most_common(NUM_CAUSES)
+    shown += held.most_common(NUM_CAUSES - len(shown))
     words = [f"{name} {format_bytes(size)}" for name, size in shown]
-    rest = sizes.total() - sum(size for _, size in shown)
-    if rest:
-        words.append(f"{len(sizes) - len(shown)} others {format_bytes(rest)}")
+    num_others = len(brought) + len(held) - len(shown)
+    if num_others:
+        rest_bytes = brought.total() + held.total() - sum(size for _, size in shown)
+        words.append(f"{num_others} others {format_bytes(rest_bytes)}")
     return ", ".join(words)

@@ -74,10 +74,12 @@ def check_coverage(outline: Outline) -> None:
             _check_forwards(outline)
             _check_backwards(outline)
             _check_recomputes(outline)
+            _check_saving(outline)
             _check_chunks(outline)
             _check_emits(outline)
         case "evaluate":
             _check_forwards(outline)
+            _check_saving(outline)
             _check_emits(outline)
         case "load":
             _check_states(outline, outline.imports, "IMP")
@@ -119,12 +121,6 @@ def _check_forwards(outline: Outline) -> None:
             raise _no_such_microbatch(program, indices[0])
     blocks = _blocks_of(model, outline.forwards)
     _check_table(program, outline.forwards, blocks, "F")
-    for (block, microbatch), (index,) in outline.forwards.items():
-        saved = saved_id(block, microbatch)
-        saves = saved in _writes_at(program, index)
-        if saves and (block, microbatch) not in outline.backwards:
-            what = f"saves {saved}, but block {block} has no Backward of micro-batch {microbatch}"
-            raise make_error(program, RULE, index, what)
 
 
 def _check_backwards(outline: Outline) -> None:
@@ -147,6 +143,16 @@ def _check_backwards(outline: Outline) -> None:
                 f"needs {saved}, but {name_task(program, forward)} does not save it, and"
                 f" R block={block} mb={microbatch} is missing"
             )
+            raise make_error(program, RULE, index, what)
+
+
+def _check_saving(outline: Outline) -> None:
+    program = outline.program
+    for (block, microbatch), (index,) in outline.forwards.items():
+        saved = saved_id(block, microbatch)
+        saves = saved in _writes_at(program, index)
+        if saves and (block, microbatch) not in outline.backwards:
+            what = f"saves {saved}, but block {block} has no Backward of micro-batch {microbatch}"
             raise make_error(program, RULE, index, what)
 
 

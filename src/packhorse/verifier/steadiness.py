@@ -20,24 +20,25 @@ RULE: Final = "steady"
 
 def check_steady(replay: Replay) -> None:
     """Check the state after the last task of a step."""
+    # Homes first: a copy that was left behind is often the one that should be at home.
     for place_index, place in enumerate(replay.places):
-        version = replay.held[place_index]
-        lies = replay.tiers_with(place_index)
-        if place.tier == place.home:
-            if version is None:
-                what = f"which is not in its home, {place.home}, at the end: {lies}"
-                raise _unsteady(replay, place_index, what)
-            if version != replay.newest[place.buffer_index]:
-                what = f"whose copy in its home, {place.home}, is stale at the end: {lies}"
-                raise _unsteady(
-                    replay, place_index, what, f"copy it to {place.home} after its last change"
-                )
-        elif version is not None:
+        if place.tier != place.home:
+            continue
+        version, lies = replay.held[place_index], replay.tiers_with(place_index)
+        if version is None:
+            what = f"which is not in its home, {place.home}, at the end: {lies}"
+        elif version != replay.newest[place.buffer_index]:
+            what = f"whose copy in its home, {place.home}, is stale at the end: {lies}"
+        else:
+            continue
+        fix = f"copy it to {place.home} after its last change"
+        raise _unsteady(replay, place_index, what, fix)
+    for place_index, place in enumerate(replay.places):
+        if place.tier != place.home and replay.held[place_index] is not None:
             rest = f"its home is {place.home}" if place.home else "it lives only inside a step"
             what = f"which is left in the {place.tier} tier at the end: {rest}, so it leaks"
-            raise _unsteady(
-                replay, place_index, what, f"free it in {place.tier} after its last use"
-            )
+            fix = f"free it in {place.tier} after its last use"
+            raise _unsteady(replay, place_index, what, fix)
 
 
 def check_repeated(replay: Replay, first: Mapping[PoolId, int]) -> None:
@@ -51,7 +52,7 @@ def check_repeated(replay: Replay, first: Mapping[PoolId, int]) -> None:
             raise make_error(replay.program, RULE, replay.index, what)
 
 
-def _unsteady(replay: Replay, place_index: int, what: str, fix: str | None = None) -> RuleError:
+def _unsteady(replay: Replay, place_index: int, what: str, fix: str) -> RuleError:
     siblings = replay.places[place_index].siblings
     buffer = replay.places[place_index].buffer
     for index in range(len(replay.accesses) - 1, -1, -1):
