@@ -1,16 +1,16 @@
-"""The global gradient norm, the same bits under every layout, thread count and device.
+"""The global gradient norm, the same bits under every layout and thread count.
 
 In: gradients, or the pieces of them that chunks hold. Out: sums of squares per segment, the norm
 in float64, and the clip coefficient.
 
 A segment is 16,384 elements counted from the parameter's own start (the last may be short).
 
-    squares = float64(g) ** 2, short segments filled up with zeros
+    squares = float64 norm of the segment, squared
     while more than one: squares = first half + second half         elementwise, so always exact
-    norm = sqrt(the same halving over all segments, in the order of the parameters)
+    norm = sqrt(that)                              over all segments, in the order of the parameters
 
-Every step is an elementwise operation of IEEE arithmetic, which rounds alike everywhere; a library
-reduction would depend on vector width, threads and version.
+A segment is one row of a row-wise reduction, which no thread shares and whose bits do not depend
+on the other rows; what a row's sum rounds to does depend on the vector width of the machine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ import torch
 from torch import Tensor
 
 SEGMENT_ELEMENTS: Final = 16_384
-# Halving runs in two stages, so that its many short steps are shared by many segments: the wide
-# steps on a few segments that stay in the cache, the narrow ones on what is left of many.
-_WIDE_ROWS: Final = 4
-_NARROW_ROWS: Final = 64
-_NARROW_WIDTH: Final = 64
-SCRATCH_BYTES: Final = 8 * (_WIDE_ROWS * SEGMENT_ELEMENTS + _NARROW_ROWS * _NARROW_WIDTH)
+_ROWS: Final = 4  # segments converted at a time: they stay in the cache
+SCRATCH_BYTES: Final = 8 * _ROWS * SEGMENT_ELEMENTS
 
 
 def count_segments(num_elements: int) -> int:
@@ -64,30 +60,16 @@ def segment_squares(pieces: Iterable[Tensor], *, out: Tensor | None = None) -> T
     squares = torch.empty(total, dtype=torch.float64, device=device) if out is None else out
     if squares.shape != (total,):
         raise ValueError(f"out has shape {tuple(squares.shape)}, the pieces have {total} segments")
-    wide = torch.empty((_WIDE_ROWS, SEGMENT_ELEMENTS), dtype=torch.float64, device=device)
-    narrow = torch.empty((_NARROW_ROWS, _NARROW_WIDTH), dtype=torch.float64, device=device)
-    wide_halves = _halves(wide, _NARROW_WIDTH)
-    narrow_halves = _halves(narrow, 1)
+    scratch = torch.empty((_ROWS, SEGMENT_ELEMENTS), dtype=torch.float64, device=device)
     done = 0
-    num_waiting = 0
     for part in _batches(flats):
         num_rows = count_segments(part.numel())
-        if num_waiting + num_rows > _NARROW_ROWS:
-            _add_halves(narrow_halves)
-            squares[done : done + num_waiting].copy_(narrow[:num_waiting, 0])
-            done += num_waiting
-            num_waiting = 0
-        rows = wide[:num_rows, : _width_of(part)]
-        filled = rows.view(-1)
-        filled[: part.numel()].copy_(part)
-        filled[part.numel() :].zero_()
-        filled.mul_(filled)
-        _add_halves(wide_halves if rows.shape == wide.shape else _halves(rows, _NARROW_WIDTH))
-        narrow[num_waiting : num_waiting + num_rows].copy_(wide[:num_rows, :_NARROW_WIDTH])
-        num_waiting += num_rows
-    _add_halves(narrow_halves)
-    squares[done:].copy_(narrow[:num_waiting, 0])
-    return squares
+        width = min(part.numel(), SEGMENT_ELEMENTS)
+        rows = scratch.view(-1)[: part.numel()].view(num_rows, width)
+        rows.copy_(part.view(num_rows, width))
+        torch.linalg.vector_norm(rows, dim=1, out=squares[done : done + num_rows])
+        done += num_rows
+    return squares.mul_(squares)
 
 
 @torch.no_grad()
@@ -140,16 +122,13 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def _batches(flats: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Cut each piece into runs of at most `_WIDE_ROWS` segments."""
+    """Cut each piece into runs of at most `_ROWS` whole segments, and its short end alone."""
     for flat in flats:
-        yield from flat.split(_WIDE_ROWS * SEGMENT_ELEMENTS) if flat.numel() else ()
-
-
-def _width_of(part: Tensor) -> int:
-    """Give the width to begin at: where a short segment's upper halves are zeros, they add 0."""
-    if part.numel() > SEGMENT_ELEMENTS:
-        return SEGMENT_ELEMENTS
-    return max(_NARROW_WIDTH, 1 << (part.numel() - 1).bit_length())
+        whole = flat.numel() // SEGMENT_ELEMENTS * SEGMENT_ELEMENTS
+        if whole:
+            yield from flat[:whole].split(_ROWS * SEGMENT_ELEMENTS)
+        if whole < flat.numel():
+            yield flat[whole:]
 
 
 def _halves(rows: Tensor, until_width: int) -> tuple[tuple[Tensor, Tensor], ...]:

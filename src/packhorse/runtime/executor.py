@@ -47,7 +47,6 @@ from packhorse.program.tasks import (
     workspace_of,
     writes_of,
 )
-from packhorse.program.text import format_task
 from packhorse.runtime.bodies import BodyRunner, Payload
 from packhorse.runtime.dependencies import find_dependencies
 from packhorse.runtime.disk import DiskTier
@@ -55,6 +54,7 @@ from packhorse.runtime.lanes import Lanes
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.ledger import Ledger
 from packhorse.runtime.noise import NoiseKey
+from packhorse.timeline.names import kind_of, name_of
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
 
 ChunkWork = Callable[[BufferId], None]
@@ -110,7 +110,7 @@ def prepare_program(program: Program, proof: Proof) -> Prepared:
         program=program,
         proof=proof,
         dependencies=find_dependencies(program.tasks),
-        names=tuple(format_task(task) for task in program.tasks),
+        names=tuple(name_of(task) for task in program.tasks),
     )
 
 
@@ -180,7 +180,7 @@ class Executor:
                     Span(
                         index=index,
                         name=prepared.names[index],
-                        kind=type(task).__name__,
+                        kind=kind_of(task),
                         lane=lane_of(task),
                         start_ns=start,
                         end_ns=end,

@@ -50,9 +50,9 @@ TASK_NS: Final = 20_000
 # 2 MiB page, far below the time of filling it again, so one constant serves all sizes.
 FREE_NS: Final = 10_000
 
-# Squares in float64 and their halving into one sum per segment touch wide copies of the gradient
-# several times, partly in cache: measured, nine times as long as reading it once.
-NORM_PASSES: Final = 9
+# Segments are widened to float64 in the cache and reduced there: measured, about four times as
+# long as reading the gradient once.
+NORM_PASSES: Final = 4
 
 # fp32 AdamW reads parameter, gradient and two moments and writes all but the gradient.
 ADAMW_MOVED_BYTES: Final = 28

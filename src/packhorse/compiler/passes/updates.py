@@ -40,7 +40,7 @@ from packhorse.program.tasks import (
 
 # Segments are summed a few at a time, whatever the size of the chunk: 4 segments and 64 rows of 64
 # partial sums in float64.
-NORM_WORKSPACE_BYTES: Final = 8 * (4 * NORM_SEGMENT_ELEMENTS + 64 * 64)
+NORM_WORKSPACE_BYTES: Final = 8 * 4 * NORM_SEGMENT_ELEMENTS
 # Fused updates change parameter and states in place, element by element.
 UPDATE_WORKSPACE_BYTES: Final = 0
 
