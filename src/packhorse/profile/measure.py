@@ -1,0 +1,247 @@
+"""How long do the bodies take here? Run each distinct one, with real tensors.
+
+In: a traced model, the machine (for the order of what is run, and for what there is no time to
+run), a limit of seconds. Out: a `Measurement`: a `Profile` with `source="measured"`, and which
+bodies were run. Always: a body runs once to warm up and then once or twice; its time is the
+smaller. Bodies that the time or the memory does not allow take the analytic estimate, multiplied
+by what the measured bodies needed of theirs.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor, fx
+
+from packhorse.graph.joint import BodyCode
+from packhorse.graph.trace import Traced
+from packhorse.machine.spec import Machine
+from packhorse.model.spec import BlockId, Body, BodyId, Model
+from packhorse.profile.analytic import estimate_profile
+from packhorse.profile.spec import BodyTime, Profile
+
+# Called before each body with its name, its index and the number of bodies.
+Progress = Callable[[str, int, int], None]
+
+RUNS: Final = 2
+# A body is not begun unless it may take this much of the time that is left.
+_SHARE_OF_REST: Final = 0.8
+_RUNS_IN_ALL: Final = RUNS + 1
+_SCALE: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """A profile, and how far it was measured; `num_measured` counts distinct bodies."""
+
+    profile: Profile
+    num_measured: int
+    num_bodies: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments:
+    parameters: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
+    noise: tuple[Tensor, ...]
+
+    @property
+    def flat(self) -> tuple[Tensor, ...]:
+        return (*self.parameters, *self.constants, *self.inputs, *self.noise)
+
+
+def measure_profile(
+    traced: Traced,
+    machine: Machine,
+    *,
+    limit_s: float,
+    memory_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Measurement:
+    """Run the distinct bodies of a model, cheapest first, with `machine.num_threads` threads.
+
+    Args:
+        limit_s: seconds in all; a body is begun only when its estimate fits into what is left.
+        memory_bytes: bodies that hold more than this while they run are not run.
+        progress: called before each body.
+    """
+    model = traced.model
+    estimated = estimate_profile(model, machine).bodies
+    deadline = time.monotonic() + limit_s
+    order = sorted(estimated, key=lambda body: _total_ns(estimated[body]))
+    measured: dict[BodyId, BodyTime] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(machine.num_threads)
+    try:
+        for index, body in enumerate(order):
+            rest_ns = (deadline - time.monotonic()) * 1e9 * _SHARE_OF_REST
+            ratio = max(1.0, find_ratio(measured, estimated))
+            if _total_ns(estimated[body]) * ratio * _RUNS_IN_ALL > rest_ns:
+                continue
+            if memory_bytes is not None and _peak_bytes(model, body) > memory_bytes:
+                continue
+            if progress is not None:
+                progress(_name_of(model, body), index, len(order))
+            measured[body] = _measure_body(traced, body)
+            gc.collect()
+    finally:
+        torch.set_num_threads(threads)
+    ratio = find_ratio(measured, estimated)
+    bodies = {
+        body: measured[body] if body in measured else scale_time(found, ratio)
+        for body, found in estimated.items()
+    }
+    profile = Profile(
+        model=model.fingerprint,
+        rows=model.rows,
+        length=model.length,
+        source="measured" if measured else "analytic",
+        bodies=bodies,
+        base_bytes=0,
+    )
+    return Measurement(profile=profile, num_measured=len(measured), num_bodies=len(bodies))
+
+
+def scale_profile(measured: Profile, estimated_there: Profile, estimated_here: Profile) -> Profile:
+    """Estimate another micro-batch shape by what the bodies of a measured one needed.
+
+    Args:
+        measured: at the shape that was run.
+        estimated_there: analytic, of that same shape.
+        estimated_here: analytic, of the shape that is wanted.
+    """
+    overall = find_ratio(measured.bodies, estimated_there.bodies)
+    bodies: dict[BodyId, BodyTime] = {}
+    for body, found in estimated_here.bodies.items():
+        # Bodies are numbered in order of their first block, so equal numbers are the same body.
+        own = {body: measured.bodies[body]} if body in measured.bodies else {}
+        ratio = find_ratio(own, estimated_there.bodies) if own else overall
+        bodies[body] = scale_time(found, ratio)
+    return replace(estimated_here, source=measured.source, bodies=bodies)
+
+
+def find_ratio(measured: Mapping[BodyId, BodyTime], estimated: Mapping[BodyId, BodyTime]) -> float:
+    """Tell by how much measured bodies took longer than estimated; 1.0 when there are none."""
+    ran_ns = sum(_total_ns(found) for found in measured.values())
+    expected_ns = sum(_total_ns(estimated[body]) for body in measured if body in estimated)
+    return ran_ns / expected_ns if ran_ns and expected_ns else 1.0
+
+
+def scale_time(found: BodyTime, ratio: float) -> BodyTime:
+    """Multiply the times of a body."""
+    return BodyTime(
+        forward_ns=round(found.forward_ns * ratio),
+        discard_ns=round(found.discard_ns * ratio),
+        backward_ns=round(found.backward_ns * ratio),
+    )
+
+
+def resident_bytes() -> int:
+    """Tell the resident memory of this process, after collecting garbage."""
+    gc.collect()
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _measure_body(traced: Traced, body: BodyId) -> BodyTime:
+    block = next(b for b in traced.model.blocks if b.body == body)
+    code = traced.code[body]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        arguments = _make_arguments(traced, block.id, code, generator)
+        keep_ns, results = _time(lambda: code.keep(*arguments.flat))
+        discard_ns, _ = _time(lambda: code.discard(*arguments.flat))
+        backward_ns = 0
+        backward = code.backward
+        if backward is not None:
+            flat = _backward_arguments(code, arguments, results, generator)
+            backward_ns, _ = _time(lambda: backward.write(*flat))
+    return BodyTime(forward_ns=keep_ns, discard_ns=discard_ns, backward_ns=backward_ns)
+
+
+def _time(run: Callable[[], Sequence[Tensor]]) -> tuple[int, Sequence[Tensor]]:
+    results = run()
+    best_ns: int | None = None
+    for _ in range(RUNS):
+        del results
+        begin_ns = time.perf_counter_ns()
+        results = run()
+        taken_ns = time.perf_counter_ns() - begin_ns
+        best_ns = taken_ns if best_ns is None else min(best_ns, taken_ns)
+    assert best_ns is not None
+    return best_ns, results
+
+
+def _make_arguments(
+    traced: Traced, block: BlockId, code: BodyCode, generator: torch.Generator
+) -> _Arguments:
+    holders = [node for node in code.keep.graph.nodes if node.op == "placeholder"]
+    constants = traced.constants[block]
+    num_parameters = len(traced.model.blocks[block].parameters)
+    first_input, first_noise = num_parameters + len(constants), len(holders) - len(code.noise)
+    return _Arguments(
+        parameters=tuple(_make_like(node, generator) for node in holders[:num_parameters]),
+        constants=constants,
+        inputs=tuple(_make_like(node, generator) for node in holders[first_input:first_noise]),
+        noise=tuple(_make_like(node, generator) for node in holders[first_noise:]),
+    )
+
+
+def _backward_arguments(
+    code: BodyCode, arguments: _Arguments, results: Sequence[Tensor], generator: torch.Generator
+) -> list[Tensor]:
+    backward = code.backward
+    assert backward is not None
+    outputs, saved = results[: code.num_outputs], results[code.num_outputs :]
+    holders = [node for node in backward.write.graph.nodes if node.op == "placeholder"]
+    known = [
+        *saved,
+        *(arguments.parameters[index] for index in backward.parameters),
+        *(arguments.constants[index] for index in backward.constants),
+        *(arguments.inputs[index] for index in backward.inputs),
+        *(outputs[index] for index in backward.outputs),
+    ]
+    return [*known, *(_make_like(node, generator) for node in holders[len(known) :])]
+
+
+def _make_like(node: fx.Node, generator: torch.Generator) -> Tensor:
+    """Small random numbers; zeros for integers, which are valid tokens and labels everywhere."""
+    fake: Tensor = node.meta["val"]
+    made = torch.zeros(fake.shape, dtype=fake.dtype)
+    if not fake.is_floating_point():
+        return made
+    if not fake.dim():
+        return made.fill_(1.0)
+    return made.normal_(generator=generator).mul_(_SCALE)
+
+
+def _peak_bytes(model: Model, body: BodyId) -> int:
+    found = model.bodies[body]
+    block = next(b for b in model.blocks if b.body == body)
+    num_elements = sum(model.parameters[name].num_elements for name in block.parameters)
+    crossing = sum(model.values[v].size_bytes for v in (*block.inputs, *block.outputs))
+    return 8 * num_elements + 2 * crossing + _own_bytes(found)
+
+
+def _own_bytes(body: Body) -> int:
+    return body.saved_bytes + max(
+        body.forward_workspace_bytes, body.backward_workspace_bytes, body.discard_workspace_bytes
+    )
+
+
+def _total_ns(found: BodyTime) -> int:
+    return found.forward_ns + found.discard_ns + found.backward_ns
+
+
+def _name_of(model: Model, body: BodyId) -> str:
+    users = [block.name for block in model.blocks if block.body == body]
+    return users[0] if len(users) == 1 else f"{users[0]} (and {len(users) - 1} alike)"

@@ -1,0 +1,293 @@
+"""What the search may choose between: the model traced and timed at several micro-batch sizes.
+
+In: a module, an example batch, the rows of a step, what is pinned. Out: `Candidates`: for each
+number of rows, and with and without a chunked loss, the traced model and its profile. The module
+is exported once, with a dynamic batch where it allows one, and traced for each candidate.
+
+The smallest micro-batch is measured; the others are scaled from it by their analytic estimates,
+and are measured too where time is left. `notes` says in words what was not measured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from packhorse.errors import InputError
+from packhorse.graph.export import Exported, export_module, is_transformers_model
+from packhorse.graph.trace import Traced, trace_blocks
+from packhorse.machine.spec import Machine
+from packhorse.profile.analytic import estimate_profile
+from packhorse.profile.measure import (
+    Measurement,
+    measure_profile,
+    resident_bytes,
+    scale_profile,
+)
+from packhorse.profile.spec import Profile
+from packhorse.runtime.memory.heap import set_heap_mode, trim_heap
+from packhorse.units import MIB
+
+# Called with what is done next, its index, and the number of parts.
+Progress = Callable[[str, int, int], None]
+
+LOSS_CHUNK_TOKENS: Final = 1024
+# Chunking costs a second product with the head; below this the whole logits are cheaper to keep.
+LARGE_LOGITS_BYTES: Final = 32 * MIB
+MEASURE_LIMIT_S: Final = 5.0
+# What measuring may hold at a time, of the device's budget.
+_MEASURE_SHARE: Final = 0.5
+# Logits, their log-softmax and its gradient exist together in float32.
+_LOGITS_BYTES_PER_TOKEN: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedCandidate:
+    """One micro-batch size and loss setting."""
+
+    traced: Traced
+    profile: Profile
+    loss_chunk_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """All of them, smallest micro-batch first, and what the numerics of a plan say of them."""
+
+    entries: tuple[TracedCandidate, ...]
+    exported: Exported
+    attention: Literal["causal", "eager", "native"]
+    notes: tuple[str, ...]
+
+    def find(self, *, rows: int, loss_chunk_tokens: int | None) -> TracedCandidate:
+        """Find the candidate that a plan chose.
+
+        Raises:
+            InputError: there is none; names those that there are.
+        """
+        for entry in self.entries:
+            key = (entry.traced.model.rows, entry.loss_chunk_tokens)
+            if key == (rows, loss_chunk_tokens):
+                return entry
+        have = ", ".join(
+            f"{e.traced.model.rows} rows, loss {e.loss_chunk_tokens or 'whole'}"
+            for e in self.entries
+        )
+        raise InputError(
+            f"the model was not traced for micro-batches of {rows} rows with loss"
+            f" {loss_chunk_tokens or 'whole'}",
+            where=f"traced: {have}",
+            fix="trace the model as the plan says",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingRequest:
+    """How a module is traced, whatever the micro-batch.
+
+    `groups` gives the optimizer group of each parameter by canonical name.
+    """
+
+    name: str
+    groups: Mapping[str, str]
+    compute_dtype: torch.dtype
+
+
+def trace_candidates(
+    module: nn.Module,
+    example: Mapping[str, Tensor],
+    request: TracingRequest,
+    machine: Machine,
+    *,
+    global_rows: int,
+    microbatch_rows: int | None = None,
+    loss_chunk_tokens: int | Literal["whole"] | None = None,
+    limit_s: float = MEASURE_LIMIT_S,
+    baseline_bytes: int | None = None,
+    progress: Progress | None = None,
+) -> Candidates:
+    """Trace and time a module for every micro-batch that a step can be cut into.
+
+    Args:
+        module: as for `export_module`; its parameters may be on `meta`.
+        example: rows first; only names, dtypes and what follows the rows are used.
+        machine: whose device the bodies run on; here they are measured on its threads.
+        global_rows: rows of a step.
+        microbatch_rows: pinned rows of a micro-batch.
+        loss_chunk_tokens: pinned chunk of the loss, "whole", or None to offer both.
+        limit_s: seconds that measuring may take; 0, a machine that is not this one, or a device
+            that is not the CPU take analytic estimates.
+        baseline_bytes: `measure_baseline()` of before; without it `base_bytes` stays 0.
+        progress: called before each part.
+
+    Raises:
+        ModelError: the module cannot be traced.
+        InputError: the pinned rows do not divide the rows of a step.
+    """
+    rows = choose_rows(global_rows, microbatch_rows)
+    tell = progress or _ignore_progress
+    tell("exporting the model", 0, len(rows) + 2)
+    small = {name: tensor[: rows[0]] for name, tensor in example.items()}
+    exported = export_module(module, small, compute_dtype=request.compute_dtype)
+    notes: list[str] = []
+    if not exported.batch_is_dynamic and len(rows) > 1:
+        rows = rows[:1]
+        notes.append(
+            "the model does not allow its number of rows to vary, so only micro-batches of"
+            f" {rows[0]} rows were considered"
+        )
+    traced: list[tuple[Traced, int | None]] = []
+    for index, count in enumerate(rows):
+        tell(f"tracing {count} rows", index + 1, len(rows) + 2)
+        traced += _trace_rows(exported, request, count, loss_chunk_tokens)
+    tell("measuring", len(rows) + 1, len(rows) + 2)
+    profiles, said = _profile_all([t for t, _ in traced], machine, limit_s)
+    trim_heap()
+    base = 0 if baseline_bytes is None else max(0, resident_bytes() - baseline_bytes)
+    return Candidates(
+        entries=tuple(
+            TracedCandidate(
+                traced=found,
+                profile=replace(profile, base_bytes=base),
+                loss_chunk_tokens=chunk,
+            )
+            for (found, chunk), profile in zip(traced, profiles, strict=True)
+        ),
+        exported=exported,
+        attention=find_attention(module),
+        notes=(*notes, *said),
+    )
+
+
+def trace_plan(
+    module: nn.Module,
+    example: Mapping[str, Tensor],
+    request: TracingRequest,
+    *,
+    rows: int,
+    loss_chunk_tokens: int | None,
+) -> Traced:
+    """Trace a module exactly as a plan says, without measuring anything.
+
+    Raises:
+        ModelError: the module cannot be traced.
+    """
+    small = {name: tensor[:rows] for name, tensor in example.items()}
+    exported = export_module(module, small, compute_dtype=request.compute_dtype)
+    return _trace(exported, request, rows, loss_chunk_tokens)
+
+
+def choose_rows(global_rows: int, pinned: int | None = None) -> tuple[int, ...]:
+    """List the micro-batch sizes to consider: powers of two that divide the step, or the pinned.
+
+    Raises:
+        InputError: the pinned rows do not divide the rows of a step.
+    """
+    if pinned is not None:
+        if global_rows % pinned:
+            raise InputError(
+                f"a step of {global_rows} rows cannot be cut into micro-batches of {pinned}",
+                where="microbatch_rows",
+                fix=f"choose a divisor of {global_rows}",
+            )
+        return (pinned,)
+    return tuple(
+        1 << power for power in range(global_rows.bit_length()) if global_rows % (1 << power) == 0
+    )
+
+
+def find_attention(module: nn.Module) -> Literal["causal", "eager", "native"]:
+    """Name the attention path of the traced model, as `Numerics` means it."""
+    if not is_transformers_model(module):
+        return "native"
+    config: object = getattr(module, "config", None)
+    return "eager" if getattr(config, "_attn_implementation", None) == "eager" else "causal"
+
+
+def measure_baseline() -> int:
+    """Tell the memory of a process that has loaded what training needs, and nothing else yet."""
+    if importlib.util.find_spec("transformers") is not None:
+        importlib.import_module("transformers")
+    trim_heap()
+    return resident_bytes()
+
+
+def _trace_rows(
+    exported: Exported,
+    request: TracingRequest,
+    rows: int,
+    pinned: int | Literal["whole"] | None,
+) -> list[tuple[Traced, int | None]]:
+    if isinstance(pinned, int):
+        return [(_trace(exported, request, rows, pinned), pinned)]
+    whole = _trace(exported, request, rows, None)
+    found: list[tuple[Traced, int | None]] = [(whole, None)]
+    if pinned is None and whole.loss_can_be_chunked and whole.vocabulary is not None:
+        num_tokens = rows * exported.length
+        logits_bytes = num_tokens * whole.vocabulary * _LOGITS_BYTES_PER_TOKEN
+        chunk = min(LOSS_CHUNK_TOKENS, num_tokens // 2)
+        if logits_bytes > LARGE_LOGITS_BYTES and chunk:
+            found.append((_trace(exported, request, rows, chunk), chunk))
+    return found
+
+
+def _trace(
+    exported: Exported, request: TracingRequest, rows: int, loss_chunk_tokens: int | None
+) -> Traced:
+    return trace_blocks(
+        exported,
+        rows=rows,
+        chunk_tokens=loss_chunk_tokens,
+        groups=request.groups,
+        name=request.name,
+        compute_dtype=request.compute_dtype,
+    )
+
+
+def _profile_all(
+    traced: Sequence[Traced], machine: Machine, limit_s: float
+) -> tuple[list[Profile], list[str]]:
+    estimated = [estimate_profile(found.model, machine) for found in traced]
+    if limit_s <= 0 or machine.source != "probe" or machine.device != "cpu":
+        return estimated, ["block times are estimated from the machine's rates, not measured"]
+    device = machine.tier("device")
+    memory_bytes = None if device is None else int(device.budget_bytes * _MEASURE_SHARE)
+    deadline = time.monotonic() + limit_s
+    set_heap_mode("keep")
+    profiles: list[Profile] = []
+    reference: int | None = None
+    num_measured = 0
+    for index, found in enumerate(traced):
+        measurement: Measurement | None = None
+        rest_s = deadline - time.monotonic()
+        if rest_s > 0:
+            measurement = measure_profile(found, machine, limit_s=rest_s, memory_bytes=memory_bytes)
+        complete = measurement is not None and measurement.num_measured == measurement.num_bodies
+        if measurement is not None and (complete or reference is None):
+            profiles.append(measurement.profile)
+            num_measured += complete
+            if measurement.num_measured and reference is None:
+                reference = index
+        elif reference is not None:
+            profiles.append(
+                scale_profile(profiles[reference], estimated[reference], estimated[index])
+            )
+        else:
+            profiles.append(estimated[index])
+    if num_measured == len(traced):
+        return profiles, []
+    note = (
+        f"{num_measured} of {len(traced)} candidates were measured; the times of the others are"
+        " scaled from those"
+    )
+    return profiles, [note]
+
+
+def _ignore_progress(what: str, index: int, num_parts: int) -> None:
+    """Take the place of a progress display that nobody asked for."""
