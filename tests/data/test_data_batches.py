@@ -30,7 +30,7 @@ def make_cache(write_rows: Callable[..., Path]) -> MakeCache:
             files=[path],
             tokenizer=None,
             cache_folder=path.parent / "cache",
-            vocab_size=200,
+            vocab_size=1000,
             max_length=max_length,
             packing=packing,
         ).cache
@@ -103,6 +103,26 @@ def test_any_step_is_found_without_the_ones_before(make_cache: MakeCache) -> Non
     ]
     with pytest.raises(IndexError):
         one.batch(-1)
+
+
+def test_batches_leave_no_pages_of_the_cache_in_memory(make_cache: MakeCache) -> None:
+    cache = make_cache([64] * 500)
+
+    def mapped_bytes() -> int:
+        held = 0
+        inside = False
+        for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+            if "-" in line.split()[0]:
+                inside = str(cache.folder) in line
+            elif inside and line.startswith("Rss:"):
+                held += int(line.split()[1]) * 1024
+        return held
+
+    for index in range(500):
+        cache.row(index)
+    assert mapped_bytes() >= 500 * 64 * 2
+    Batches(cache, FileOrder(num_rows=500), global_batch_size=4).batch(100)
+    assert mapped_bytes() == 0
 
 
 def test_evaluation_takes_the_held_out_rows_in_file_order(make_cache: MakeCache) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -241,6 +242,22 @@ def test_what_is_missing_is_said(make_tokenizer: MakeTokenizer) -> None:
         encode_all(make_encoder(None), [Text(text="a")])
     with pytest.raises(InputError, match="no end-of-text token"):
         encode_all(make_encoder(make_tokenizer(eos=False)), [Text(text="a")])
+
+
+def test_missing_extras_are_one_line_with_the_command(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"pip install 'packhorse\[hf\]'"):
+        load_tokenizer(tmp_path)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+
+    def refuse(*_: object, **__: object) -> str:
+        raise ImportError("jinja2")
+
+    monkeypatch.setattr(tokenizer.inner, "apply_chat_template", refuse)
+    with pytest.raises(InputError, match=r"pip install 'packhorse\[hf\]'"):
+        encode_chat(tokenizer, TWO_ROUNDS, HERE, assistant_only=True)
 
 
 def test_tokenizers_load_from_a_folder_and_are_told_apart_by_content(

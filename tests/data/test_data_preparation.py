@@ -305,7 +305,7 @@ def _prepare_and_tell(path: Path, answers: Any) -> None:
 
 def test_of_two_processes_one_writes_and_both_have_it(write_rows: WriteRows) -> None:
     path = write_rows(token_rows([60] * 200))
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     workers = [context.Process(target=_prepare_and_tell, args=(path, answers)) for _ in range(2)]
     for worker in workers:

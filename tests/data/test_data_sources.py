@@ -47,6 +47,14 @@ def test_globs_are_relative_to_the_base_folder_and_sorted(tmp_path: Path) -> Non
         (tmp_path / name).write_text("x")
     found = [source.path.name for source in find_sources(["*"], folder=tmp_path)]
     assert found == ["1.txt", "2.txt"]
+    odd = tmp_path / "run[1]"
+    odd.mkdir()
+    (odd / "a.txt").write_text("x")
+    assert [source.path for source in find_sources(["*.txt"], folder=odd)] == [odd / "a.txt"]
+    assert [source.path for source in find_sources([str(tmp_path / "[12].txt")])] == [
+        tmp_path / "1.txt",
+        tmp_path / "2.txt",
+    ]
 
 
 def test_nothing_found_says_what_is_there(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ class Batches:
                     document_ids[index, start:length] += 1
                 for start in (*row.document_starts, length):
                     position_ids[index, start:] = np.arange(self.row_length - start)
+        self.cache.release()
         arrays = {"input_ids": input_ids, "labels": labels}
         if packing:
             arrays |= {"position_ids": position_ids, "document_ids": document_ids}

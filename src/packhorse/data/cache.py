@@ -8,13 +8,15 @@
     manifest.json  kind, version, what it was made from, counts, size and digest of each file
 
 All numbers are little-endian. A cache is opened only if every file has the size and digest that
-the manifest gives; rows are read through the mapping, so memory is that of the rows in use.
+the manifest gives; rows are read through the mapping, so memory is that of the rows read since the
+last `release`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,11 +98,13 @@ class TokenCache:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
-        self._tokens = np.memmap(folder / TOKEN_FILE, np.dtype(manifest.token_dtype), mode="r")
-        self._labels = np.memmap(folder / LABEL_FILE, np.uint8, mode="r")
-        self._documents = np.memmap(folder / DOCUMENT_FILE, np.dtype("<i8"), mode="r")
-        self._rows = np.memmap(folder / ROW_FILE, np.dtype("<i8"), mode="r")
-        self._origins = np.memmap(folder / ORIGIN_FILE, np.dtype("<i8"), mode="r")
+        self._mappings = {name: _map_file(folder / name) for name in FILES}
+        places = np.dtype("<i8")
+        self._tokens = np.frombuffer(self._mappings[TOKEN_FILE], np.dtype(manifest.token_dtype))
+        self._labels = np.frombuffer(self._mappings[LABEL_FILE], np.uint8)
+        self._documents = np.frombuffer(self._mappings[DOCUMENT_FILE], places)
+        self._rows = np.frombuffer(self._mappings[ROW_FILE], places)
+        self._origins = np.frombuffer(self._mappings[ORIGIN_FILE], places)
 
     @property
     def num_rows(self) -> int:
@@ -127,6 +131,19 @@ class TokenCache:
             document_starts=tuple(int(place) - start for place in places[:-1]),
             origin=Origin(path=self.manifest.sources[int(file_number)], line=int(line)),
         )
+
+    def release(self) -> None:
+        """Hand back the memory of the pages read so far, which counts as this process's."""
+        for mapping in self._mappings.values():
+            mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    # Rows are read in random order: reading ahead would only fill memory.
+    mapping.madvise(mmap.MADV_RANDOM)
+    return mapping
 
 
 def open_cache(folder: Path) -> TokenCache:

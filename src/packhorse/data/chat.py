@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from packhorse.data.formats import Chat, Message
 from packhorse.data.sources import Origin
 from packhorse.data.tokenizer import Encoding, Tokenizer
-from packhorse.errors import DataError
+from packhorse.errors import DataError, InputError
 
 _CONTEXT_CHARS = 30
 
@@ -35,6 +35,7 @@ def encode_chat(
     Raises:
         DataError: there is no template, it refuses the chat, or its renderings do not continue one
             another.
+        InputError: jinja2 is not installed.
     """
     if tokenizer.chat_template is None:
         raise DataError(
@@ -129,6 +130,8 @@ def _refused(
 
 
 def _template_errors() -> tuple[type[Exception], ...]:
-    from jinja2 import TemplateError
-
+    try:
+        from jinja2 import TemplateError
+    except ImportError as error:
+        raise InputError("chat templates need jinja2: pip install 'packhorse[hf]'") from error
     return (TemplateError, TypeError, ValueError, KeyError, AttributeError)
