@@ -90,7 +90,7 @@ class Pins:
         Raises:
             RecipeError: parameters that share the chunk are pinned to different tiers.
         """
-        pairs = self._pairs(state)
+        pairs = self.tiers(state)
         if not pairs:
             return None
         found: dict[TierName, str] = {}
@@ -121,10 +121,11 @@ class Pins:
             _check_pattern(pattern, blocks, key="recompute", noun="block")
         parameters = [str(name) for name in model.parameters]
         for state in ("parameters", "gradients", "optimizer"):
-            for pattern, _ in self._pairs(state):
+            for pattern, _ in self.tiers(state):
                 _check_pattern(pattern, parameters, key=state, noun="parameter")
 
-    def _pairs(self, state: State) -> tuple[tuple[str, TierName], ...]:
+    def tiers(self, state: State) -> tuple[tuple[str, TierName], ...]:
+        """The (pattern, tier) pairs of a state."""
         match state:
             case "parameters":
                 return self.parameters

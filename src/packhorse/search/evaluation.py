@@ -1,0 +1,168 @@
+"""What a state of the search really needs and takes: the plan is lowered, replayed and costed.
+
+In: a setting and the moves taken. Out: an `Evaluation`: bytes per tier and ns per step. The tasks
+run one after another, so the step is the sum of their durations, as in the simulator with all
+lanes on one worker.
+
+Steps with many micro-batches are looked at with three: from the second one on they are all alike,
+so the middle one stands for the rest, in time and in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.peak import peak_of
+from packhorse.machine.spec import Machine, TierName
+from packhorse.plan.spec import Plan
+from packhorse.program.program import Program, ProgramKind
+from packhorse.program.tasks import Feed, Task
+from packhorse.search.space import Problem, Setting, build_plan
+from packhorse.simulator.costs import TaskCosts
+
+MODEL_MICROBATCHES: Final = 3
+OTHER_KINDS: Final[tuple[ProgramKind, ...]] = ("evaluate", "load", "save")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The exact outcome of one state; `need_bytes` is the smallest budget of each tier."""
+
+    setting: Setting
+    taken: tuple[bool, ...]
+    need_bytes: Mapping[TierName, int]
+    step_ns: int
+    num_tasks: int
+
+    def fits(self, budget_bytes: Mapping[TierName, int]) -> bool:
+        """Whether every tier's need is within its budget."""
+        return all(need <= budget_bytes.get(tier, 0) for tier, need in self.need_bytes.items())
+
+    @property
+    def device_bytes(self) -> int:
+        """The smallest budget of the device tier."""
+        return self.need_bytes["device"]
+
+
+class Evaluator:
+    """Evaluates states of one problem, remembers them, and counts the tasks it has lowered."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.budget_bytes: Mapping[TierName, int] = {
+            tier.name: tier.budget_bytes for tier in problem.machine.tiers
+        }
+        self.num_tasks = 0
+        self._known: dict[tuple[int, tuple[bool, ...]], Evaluation] = {}
+        self._needs: dict[tuple[int, tuple[bool, ...]], Mapping[TierName, int]] = {}
+        self._starts: dict[int, Program] = {}
+        # Keeps the settings alive whose ids are keys.
+        self._settings: list[Setting] = []
+
+    def evaluate(self, setting: Setting, taken: Sequence[bool]) -> Evaluation:
+        """Lower, replay and cost the training step of a state."""
+        key = (id(setting), tuple(taken))
+        if key not in self._known:
+            plan = short_plan(self.problem, setting, taken)
+            program = lower_plan(plan, setting.model, "train_step")
+            self.num_tasks += len(program.tasks)
+            self._settings.append(setting)
+            if not any(taken):
+                self._starts[id(setting)] = program
+            self._known[key] = Evaluation(
+                setting=setting,
+                taken=tuple(taken),
+                need_bytes=need_of(plan, program),
+                step_ns=step_ns_of(program, costs_of(self.problem, setting, program), setting),
+                num_tasks=len(program.tasks),
+            )
+        return self._known[key]
+
+    def start_program(self, setting: Setting) -> Program:
+        """The training step of the state in which no move is taken."""
+        self.evaluate(setting, [False] * len(setting.moves))
+        return self._starts[id(setting)]
+
+    def needs_of_all(self, evaluation: Evaluation) -> Mapping[TierName, int]:
+        """The needs over all programs of the state: step, evaluation, load and save."""
+        setting = evaluation.setting
+        key = (id(setting), evaluation.taken)
+        if key not in self._needs:
+            plan = short_plan(self.problem, setting, evaluation.taken)
+            needs = dict(evaluation.need_bytes)
+            for kind in OTHER_KINDS:
+                program = lower_plan(plan, setting.model, kind)
+                self.num_tasks += len(program.tasks)
+                for tier, need in need_of(plan, program).items():
+                    needs[tier] = max(needs.get(tier, 0), need)
+            self._needs[key] = needs
+        return self._needs[key]
+
+
+def short_plan(problem: Problem, setting: Setting, taken: Sequence[bool]) -> Plan:
+    """The plan of a state with at most `MODEL_MICROBATCHES` micro-batches and no limits."""
+    count = min(setting.num_microbatches, MODEL_MICROBATCHES)
+    return build_plan(problem, setting, taken, num_microbatches=count)
+
+
+def costs_of(problem: Problem, setting: Setting, program: Program) -> TaskCosts:
+    """The cost model of a program of a setting."""
+    return costs_on(problem.machine, setting, program)
+
+
+def costs_on(machine: Machine, setting: Setting, program: Program) -> TaskCosts:
+    """The cost model of a program of a setting on a machine."""
+    return TaskCosts(
+        machine=machine,
+        profile=setting.candidate.profile,
+        model=setting.model,
+        program=program,
+        heap=setting.heap,
+    )
+
+
+def need_of(plan: Plan, program: Program) -> dict[TierName, int]:
+    """The smallest budget of each tier under which a program runs.
+
+    A kept heap is granted its live peak and, on top, the share by which it outgrows it.
+    """
+    peaks = peak_of(program)
+    needs: dict[TierName, int] = {}
+    for pool in program.pools:
+        used = peaks[pool.id]
+        if pool.tier != "device":
+            if used:
+                needs[pool.tier] = needs.get(pool.tier, 0) + used
+        elif plan.heap.value == "keep" and pool.id == program.workspace_pool:
+            held = ceil(pool.capacity_bytes * (1 + plan.heap_slack))
+            needs["device"] = needs.get("device", plan.base_bytes) + held
+        else:
+            needs["device"] = needs.get("device", plan.base_bytes) + used
+    return needs
+
+
+def step_ns_of(program: Program, costs: TaskCosts, setting: Setting) -> int:
+    """Add the durations of a shortened step up to the whole one."""
+    durations = [costs.duration_ns(task) for task in program.tasks]
+    weights = weights_of(program.tasks, setting.num_microbatches)
+    return sum(duration * weight for duration, weight in zip(durations, weights, strict=True))
+
+
+def weights_of(tasks: Sequence[Task], num_microbatches: int) -> list[int]:
+    """How many times each task of a shortened step stands for one of the whole step.
+
+    The tasks from the second micro-batch's Feed to the third's stand for all micro-batches but
+    the first and the last.
+    """
+    weights: list[int] = []
+    more = max(num_microbatches - MODEL_MICROBATCHES, 0)
+    weight = 1
+    for task in tasks:
+        if isinstance(task, Feed):
+            weight = 1 + more if task.microbatch == 1 else 1
+        weights.append(weight)
+    return weights

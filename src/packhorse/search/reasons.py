@@ -1,0 +1,133 @@
+"""Why each choice was made, in words with numbers.
+
+In: the state that was chosen and its sketch. Out: the because of every choice. A move that was
+taken says what it frees and costs; one that was not says what it would have cost; where there is
+nothing to choose, the reason says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from packhorse.machine.spec import TierName
+from packhorse.search.evaluation import Evaluation
+from packhorse.search.sketch import Sketch
+from packhorse.search.space import Problem
+from packhorse.units import format_bytes, format_ns, format_percent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasons:
+    """The words for one chosen state; `left_bytes` is what the device budget has left."""
+
+    problem: Problem
+    evaluation: Evaluation
+    sketch: Sketch
+    left_bytes: int
+    budget_bytes: int
+
+    def of(self, kind: str, index: int, value: str) -> str:
+        """The because of a choice; see `space.Reason`."""
+        match kind:
+            case "microbatch_rows" | "loss_chunk_tokens" | "chunk_bytes":
+                if kind in self.problem.pins.names:
+                    return "pinned"
+                return self._scalar(kind)
+            case "heap":
+                return "pinned" if "heap" in self.problem.pins.names else self._heap(value)
+            case "recompute":
+                return self._activations(index, value)
+            case _:
+                return self._tier(kind, index, value)
+
+    def _scalar(self, kind: str) -> str:
+        setting = self.evaluation.setting
+        step = format_ns(self.evaluation.step_ns)
+        if kind == "microbatch_rows":
+            count = setting.num_microbatches
+            times = "one micro-batch" if count == 1 else f"{count} micro-batches"
+            return f"{times} of it: the fastest cut that fits, {step} a step"
+        if kind == "loss_chunk_tokens":
+            if setting.candidate.loss_chunk_tokens is None:
+                return f"logits exist whole: the fastest that fits, {step} a step"
+            return f"logits are made in parts, to fit: {step} a step"
+        return f"{len(setting.chunks)} chunks, the longest {self._longest()}"
+
+    def _longest(self) -> str:
+        sizes = [
+            sum(piece.stop - piece.start for piece in chunk.pieces)
+            for chunk in self.evaluation.setting.chunks
+        ]
+        return format_bytes(4 * max(sizes, default=0))
+
+    def _heap(self, value: str) -> str:
+        heap = self.problem.machine.heap
+        if value == "keep":
+            return (
+                f"mapping would cost {format_percent(heap.map_cost)} of compute and save the "
+                f"{format_percent(heap.keep_slack)} by which a kept heap outgrows its live bytes"
+            )
+        return (
+            f"what is freed serves chunks at once; costs {format_percent(heap.map_cost)} of "
+            "compute, and keeping would leave less room than that buys"
+        )
+
+    def _activations(self, index: int, value: str) -> str:
+        setting = self.evaluation.setting
+        block = setting.model.blocks[index]
+        if ("recompute", index) in setting.pinned:
+            return "pinned"
+        column = self._column("recompute", index, "device")
+        if column is None:
+            if not block.has_backward:
+                return "nothing runs backward here"
+            if not setting.model.body_of(block.id).saved_bytes:
+                return "saves nothing for its backward"
+            return "its backward follows its forward, so keeping costs no memory"
+        return self._move(column, taken="recomputing", free="recomputing", value=value)
+
+    def _tier(self, kind: str, index: int, value: str) -> str:
+        setting = self.evaluation.setting
+        chunk = setting.chunks[index]
+        if (kind, index) in setting.pinned:
+            return "pinned"
+        if kind != "parameters" and not chunk.trainable:
+            return "frozen: there is none"
+        columns = [
+            column
+            for column, move in enumerate(setting.moves)
+            if (move.kind, move.index) == (kind, index)
+        ]
+        if not columns:
+            if kind == "gradients" and not self.problem.optimizer.clips:
+                return "used up where it arises: no clipping, one micro-batch"
+            if kind == "optimizer" and not self.problem.optimizer.states:
+                return "there is none"
+            return "the only tier there is"
+        taken = next((c for c in columns if self.evaluation.taken[c]), None)
+        column = columns[0] if taken is None else taken
+        tier: TierName = setting.moves[column].tier
+        away = f"keeping it on {tier}"
+        return self._move(column, taken=away, free=away, value=value)
+
+    def _move(self, column: int, *, taken: str, free: str, value: str) -> str:
+        cost_ns = float(self.sketch.cost_ns[column])
+        saved = float(np.maximum(self.sketch.saved_bytes[:, :, column], 0).max())
+        share = format_percent(cost_ns / max(self.evaluation.step_ns, 1))
+        price = f"{format_ns(cost_ns)} a step ({share})"
+        if self.evaluation.taken[column]:
+            return (
+                f"{taken} frees {format_bytes(saved)} and costs {price}; "
+                f"{format_bytes(self.left_bytes)} of {format_bytes(self.budget_bytes)} are left"
+            )
+        if not any(self.evaluation.taken):
+            return f"fits: {format_bytes(self.left_bytes)} are left; {free} would cost {price}"
+        return f"{value}: {free} would free {format_bytes(saved)} and cost {price}"
+
+    def _column(self, kind: str, index: int, tier: TierName) -> int | None:
+        for column, move in enumerate(self.evaluation.setting.moves):
+            if (move.kind, move.index, move.tier) == (kind, index, tier):
+                return column
+        return None

@@ -1,0 +1,240 @@
+"""Which plan is best: the fastest that fits.
+
+In: candidates, a machine with budgets, the optimizer, pins. Out: a `Plan` with a reason for every
+choice and a prediction from its own program, or an error with the smallest budget that works.
+
+    for every setting (micro-batch x heap mode x chunk length): time of its fastest start
+    for every setting, quickest start first, while its start is quicker than the best found:
+        sketch it; choose moves by the knapsack; lower, replay and cost that state
+        while it does not fit after all: choose again with a smaller budget
+    improve the best by single exchanges of moves, each lowered and replayed
+    check all programs of the plan (step, evaluation, load, save) by the verifier
+
+The knapsack and the sketch are only guides: what is promised comes from the lowered program. No
+limit is in seconds, so the same input gives the same plan everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from packhorse.machine.spec import Machine, TierName
+from packhorse.plan.pins import Pins
+from packhorse.plan.spec import OptimizerPlan, Plan
+from packhorse.search.evaluation import Evaluation, Evaluator
+from packhorse.search.knapsack import FINE_GAP, ROUGH_GAP, choose_moves
+from packhorse.search.settings import list_settings
+from packhorse.search.sketch import Sketch, Sketches
+from packhorse.search.smallest import find_smallest, refuse, round_up_page
+from packhorse.search.space import Arithmetic, Candidate, Problem, Setting
+from packhorse.search.writing import write_plan
+
+MAX_TIGHTENINGS: Final = 6
+MAX_EXCHANGES: Final = 24
+EXCHANGED_TASKS: Final = 40_000
+
+
+def find_plan(
+    candidates: Sequence[Candidate],
+    machine: Machine,
+    *,
+    optimizer: OptimizerPlan,
+    arithmetic: Arithmetic,
+    global_batch_rows: int,
+    pins: Pins = Pins(),  # noqa: B008 a frozen value
+) -> Plan:
+    """Find the fastest plan that fits the machine's budgets.
+
+    Args:
+        candidates: the model at each micro-batch size and loss-chunk setting that may be taken.
+        machine: its tiers' `budget_bytes` are the limits.
+        optimizer: name, states, master copy and clipping.
+        arithmetic: the numerics that are already decided.
+        global_batch_rows: rows of one optimizer step.
+        pins: choices that are fixed.
+
+    Raises:
+        RecipeError: a pin or the batch cannot be met.
+        DoesNotFitError: no plan fits; has need and have per tier and the smallest budget.
+    """
+    problem = Problem(
+        machine=machine,
+        optimizer=optimizer,
+        arithmetic=arithmetic,
+        pins=pins,
+        global_batch_rows=global_batch_rows,
+    )
+    evaluator = Evaluator(problem)
+    sketches = Sketches(evaluator)
+    settings = list_settings(problem, candidates)
+    best = _find_best(evaluator, sketches, settings)
+    if best is None:
+        best = find_smallest(evaluator, sketches, settings)
+        if not _fits_all(evaluator, best):
+            raise refuse(evaluator, best)
+    return write_plan(evaluator, sketches, best, budget_bytes=evaluator.budget_bytes)
+
+
+def smallest_plan(
+    candidates: Sequence[Candidate],
+    machine: Machine,
+    *,
+    optimizer: OptimizerPlan,
+    arithmetic: Arithmetic,
+    global_batch_rows: int,
+    pins: Pins = Pins(),  # noqa: B008 a frozen value
+) -> Plan:
+    """Find the plan that needs the smallest device budget, whatever the machine's is.
+
+    Its `budget_bytes` are what it needs, in whole pages. Arguments as in `find_plan`.
+
+    Raises:
+        RecipeError: a pin or the batch cannot be met.
+    """
+    problem = Problem(
+        machine=machine,
+        optimizer=optimizer,
+        arithmetic=arithmetic,
+        pins=pins,
+        global_batch_rows=global_batch_rows,
+    )
+    evaluator = Evaluator(problem)
+    sketches = Sketches(evaluator)
+    settings = list_settings(problem, candidates)
+    smallest = find_smallest(evaluator, sketches, settings)
+    needs = evaluator.needs_of_all(smallest)
+    budget_bytes: dict[TierName, int] = {tier: round_up_page(need) for tier, need in needs.items()}
+    return write_plan(evaluator, sketches, smallest, budget_bytes=budget_bytes)
+
+
+def _find_best(
+    evaluator: Evaluator, sketches: Sketches, settings: Sequence[Setting]
+) -> Evaluation | None:
+    starts = [evaluator.evaluate(s, [False] * len(s.moves)) for s in settings]
+    order = sorted(range(len(starts)), key=lambda index: (starts[index].step_ns, index))
+    quickest_ns: int | None = None
+    found: list[tuple[Evaluation, Evaluation]] = []
+    for index in order:
+        start = starts[index]
+        if quickest_ns is not None and start.step_ns >= quickest_ns:
+            break
+        rough: Evaluation | None = start
+        if not start.fits(evaluator.budget_bytes):
+            rough = _choose(evaluator, sketches.of(start.setting), ROUGH_GAP)
+        if rough is not None:
+            found.append((rough, start))
+            quickest_ns = min(quickest_ns or rough.step_ns, rough.step_ns)
+    # A closer look at the quickest: whatever is within the rough gap of the best may be better.
+    best: Evaluation | None = None
+    for rough, start in sorted(found, key=lambda pair: pair[0].step_ns):
+        if best is not None and rough.step_ns > best.step_ns * (1 + 2 * ROUGH_GAP):
+            break
+        close = _look_closely(evaluator, sketches, rough, start)
+        if close is not None and (best is None or close.step_ns < best.step_ns):
+            best = close
+    return best
+
+
+def _look_closely(
+    evaluator: Evaluator, sketches: Sketches, rough: Evaluation, start: Evaluation
+) -> Evaluation | None:
+    if rough is start and _fits_all(evaluator, start):
+        return start
+    sketch = sketches.of(rough.setting)
+    options = [rough, _choose(evaluator, sketch, FINE_GAP, check=_fits_all)]
+    fitting = [e for e in options if e is not None and _fits_all(evaluator, e)]
+    if not fitting:
+        return None
+    return _exchange(evaluator, sketch, min(fitting, key=lambda e: e.step_ns))
+
+
+def _fits_step(evaluator: Evaluator, evaluation: Evaluation) -> bool:
+    return evaluation.fits(evaluator.budget_bytes)
+
+
+def _fits_all(evaluator: Evaluator, evaluation: Evaluation) -> bool:
+    return _fits_step(evaluator, evaluation) and all(
+        need <= evaluator.budget_bytes.get(tier, 0)
+        for tier, need in evaluator.needs_of_all(evaluation).items()
+    )
+
+
+def _choose(
+    evaluator: Evaluator,
+    sketch: Sketch,
+    rel_gap: float,
+    check: Callable[[Evaluator, Evaluation], bool] = _fits_step,
+) -> Evaluation | None:
+    budgets = evaluator.budget_bytes
+    target = budgets["device"]
+    for _ in range(MAX_TIGHTENINGS):
+        taken = choose_moves(sketch, device_bytes=target, away_bytes=budgets, rel_gap=rel_gap)
+        if taken is None:
+            return None
+        found = evaluator.evaluate(sketch.setting, taken)
+        if check(evaluator, found):
+            return found
+        need = found.device_bytes
+        if found.fits(budgets):
+            need = evaluator.needs_of_all(found)["device"]
+        target -= max(need - budgets["device"], 1)
+    return None
+
+
+def _exchange(evaluator: Evaluator, sketch: Sketch, best: Evaluation) -> Evaluation:
+    # The sketch ignores how moves act on each other (a block that recomputes needs its parameters
+    # once more), so its neighbours are tried for real while that is cheap.
+    tried = 0
+    start_tasks = evaluator.num_tasks
+    improved = True
+    while improved:
+        improved = False
+        for taken in _neighbours(evaluator, sketch, best):
+            if tried >= MAX_EXCHANGES and evaluator.num_tasks - start_tasks > EXCHANGED_TASKS:
+                return best
+            tried += 1
+            found = evaluator.evaluate(sketch.setting, taken)
+            if found.step_ns < best.step_ns and _fits_all(evaluator, found):
+                best, improved = found, True
+                break
+    return best
+
+
+def _neighbours(evaluator: Evaluator, sketch: Sketch, best: Evaluation) -> list[tuple[bool, ...]]:
+    # One move more, one less, or one for another, if the sketch thinks that it fits and is quicker
+    # than the best really is; quickest first. Moves that look alike are tried once.
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for column, move in enumerate(sketch.setting.moves):
+        saved = sketch.saved_bytes[:, :, column]
+        looks = (best.taken[column], move.kind, move.tier, sketch.cost_ns[column], saved.max())
+        groups.setdefault(looks, []).append(column)
+    columns = [column for group in groups.values() for column in {group[0], group[-1]}]
+    taken = [column for column in columns if best.taken[column]]
+    free = [column for column in columns if not best.taken[column]]
+    changes = [(c,) for c in columns] + [(off, on) for off in taken for on in free]
+    budget = evaluator.budget_bytes["device"]
+    found: list[tuple[int, tuple[bool, ...]]] = []
+    for change in changes:
+        flags = list(best.taken)
+        for column in change:
+            flags[column] = not flags[column]
+        time_ns = sketch.time_ns(flags)
+        if (
+            time_ns < best.step_ns
+            and sketch.need_bytes(flags) <= budget
+            and _is_whole(sketch, flags)
+        ):
+            found.append((time_ns, tuple(flags)))
+    return [flags for _, flags in sorted(found)]
+
+
+def _is_whole(sketch: Sketch, taken: Sequence[bool]) -> bool:
+    # A state of a chunk lies in one tier.
+    places: set[tuple[str, int]] = set()
+    for move, is_taken in zip(sketch.setting.moves, taken, strict=True):
+        if is_taken:
+            if (move.kind, move.index) in places:
+                return False
+            places.add((move.kind, move.index))
+    return True

@@ -1,0 +1,138 @@
+"""All settings that a search looks at, and what is wrong with a request before it starts.
+
+In: candidates, the problem. Out: `Setting`s: every candidate that cuts the global batch, each with
+every heap mode and a few chunk lengths, unless they are pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from packhorse.errors import RecipeError
+from packhorse.model.spec import Model
+from packhorse.plan.pins import Pins
+from packhorse.plan.spec import HeapMode
+from packhorse.search.space import (
+    STATES,
+    Candidate,
+    Problem,
+    Setting,
+    find_away_tiers,
+    make_setting,
+)
+from packhorse.units import GIB, MIB
+
+# Chunks of about these shares of the parameters: long ones move with less latency, short ones
+# leave less of the budget unused.
+CHUNK_SHARES: Final = (16, 64)
+LEAST_CHUNK_BYTES: Final = 2 * MIB
+MOST_CHUNK_BYTES: Final = GIB
+STATE_ITEM_BYTES: Final = 4
+
+
+def list_settings(problem: Problem, candidates: Sequence[Candidate]) -> tuple[Setting, ...]:
+    """List the settings in a fixed order.
+
+    Raises:
+        RecipeError: a pin or the batch cannot be met; says what could.
+    """
+    if not candidates:
+        raise ValueError("there is no candidate to search")
+    _check_pins(problem, candidates)
+    usable = _filter(problem, candidates)
+    heaps: tuple[HeapMode, ...] = ("keep", "map")
+    if problem.pins.heap is not None:
+        heaps = (problem.pins.heap,)
+    return tuple(
+        make_setting(problem, candidate, heap=heap, chunk_bytes=chunk_bytes)
+        for candidate in usable
+        for heap in heaps
+        for chunk_bytes in choose_chunk_bytes(candidate.model, problem.pins)
+    )
+
+
+def choose_chunk_bytes(model: Model, pins: Pins) -> tuple[int, ...]:
+    """The chunk lengths to try, in bytes of one float32 state, longest first."""
+    if pins.chunk_bytes is not None:
+        return (pins.chunk_bytes,)
+    total = model.num_parameters * STATE_ITEM_BYTES
+    sizes: list[int] = []
+    for share in CHUNK_SHARES:
+        size = LEAST_CHUNK_BYTES
+        while size < min(total // share, MOST_CHUNK_BYTES):
+            size *= 2
+        if size not in sizes:
+            sizes.append(size)
+    return tuple(sizes)
+
+
+def _filter(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
+    pins, batch = problem.pins, problem.global_batch_rows
+    rows = sorted({candidate.model.rows for candidate in candidates})
+    cuts = [candidate for candidate in candidates if batch % candidate.model.rows == 0]
+    if not cuts:
+        raise RecipeError(
+            f"a global batch of {batch} rows cannot be cut into micro-batches of "
+            f"{_join(rows)} rows",
+            where="recipe: global_batch_size",
+            fix=f"take a multiple of {rows[0]}, such as {batch // rows[0] * rows[0] or rows[0]}, "
+            f"or micro-batches of {_join(n for n in range(1, batch + 1) if batch % n == 0)} rows",
+        )
+    if pins.microbatch_rows is not None:
+        fit = [c for c in cuts if c.model.rows == pins.microbatch_rows]
+        if not fit:
+            known = sorted({candidate.model.rows for candidate in cuts})
+            raise RecipeError(
+                f"microbatch_rows is pinned to {pins.microbatch_rows}, which does not cut the "
+                f"global batch of {batch} rows",
+                where="recipe: plan.microbatch_rows",
+                fix=f"pin one of {_join(known)}, or leave it out",
+            )
+        cuts = fit
+    if pins.loss_chunk_tokens is not None:
+        wanted = None if pins.loss_chunk_tokens == "whole" else pins.loss_chunk_tokens
+        fit = [candidate for candidate in cuts if candidate.loss_chunk_tokens == wanted]
+        if not fit:
+            known = {c.loss_chunk_tokens or "whole" for c in cuts}
+            raise RecipeError(
+                f"loss_chunk_tokens is pinned to {pins.loss_chunk_tokens}, which this model does "
+                "not offer",
+                where="recipe: plan.loss_chunk_tokens",
+                fix=f"pin one of {_join(sorted(map(str, known)))}, or leave it out",
+            )
+        cuts = fit
+    return cuts
+
+
+def _check_pins(problem: Problem, candidates: Sequence[Candidate]) -> None:
+    pins, arithmetic = problem.pins, problem.arithmetic
+    pins.check(candidates[0].model)
+    there = ("device", *find_away_tiers(problem.machine))
+    for state in STATES:
+        for pattern, tier in pins.tiers(state):
+            if tier not in there:
+                raise RecipeError(
+                    f"{state} of {pattern} are pinned to the tier {tier}, which "
+                    f"{problem.machine.name} does not have",
+                    where=f"recipe: plan.{state}",
+                    fix=f"pin to {_join(there)}, or grant a budget for {tier}",
+                )
+    traced = {
+        "compute_dtype": (pins.compute_dtype, arithmetic.compute_dtype),
+        "attention": (pins.attention, arithmetic.attention),
+        "tied_sum": (pins.tied_sum, arithmetic.tied_sum),
+        "num_threads": (pins.num_threads, arithmetic.num_threads),
+        "num_workers": (pins.num_workers, arithmetic.num_workers),
+    }
+    for name, (pinned, actual) in traced.items():
+        if pinned is not None and pinned != actual:
+            raise RecipeError(
+                f"{name} is pinned to {pinned}, but this run computes with {actual}",
+                where=f"recipe: plan.{name}",
+                fix=f"pin {name} to {actual}, or leave it out",
+            )
+
+
+def _join(items: Iterable[object]) -> str:
+    return ", ".join(str(item) for item in items)

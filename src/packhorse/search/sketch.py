@@ -1,0 +1,281 @@
+"""A linear model of all states of a setting: every sum of moves at once, in microseconds.
+
+In: the fastest start and the state with all moves taken, both lowered. Out: a `Sketch`: for each
+task that computes, the bytes in each device pool, and what each move saves of them; and what each
+move costs.
+
+Both programs run the same computing tasks, so they are compared task by task:
+
+    at every computing task, for every buffer
+        in the start, not in the other      its move saves the buffer's bytes there
+        in the other, not in the start      (a value kept for a Recompute) its move adds them
+    copies and frees of a buffer            are the cost of its move
+    a Recompute                             costs its time, and its workspace while it runs
+
+It is exact where moves do not act on each other; the search confirms its choice by lowering it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from packhorse.compiler.lower import lower_plan
+from packhorse.machine.spec import TierName
+from packhorse.program.buffers import BufferId, PoolId
+from packhorse.program.program import Program
+from packhorse.program.tasks import (
+    Backward,
+    Copy,
+    Emit,
+    Forward,
+    Free,
+    Recompute,
+    workspace_of,
+    writes_of,
+)
+from packhorse.search.evaluation import Evaluator, costs_of, need_of, short_plan, weights_of
+from packhorse.search.space import Problem, Setting, find_away_tiers
+
+Floats = npt.NDArray[np.float64]
+_KINDS: Final = {"param": "parameters", "grad": "gradients"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sketch:
+    """Needs and times of all states of a setting, nearly.
+
+    `used_bytes` has a row per device pool and a column per computing task; `saved_bytes` has the
+    moves as its third axis. A pool with slack weighs more than its bytes (`weights`).
+    `away_bytes` gives for each other tier what each move puts there.
+    """
+
+    setting: Setting
+    base_bytes: int
+    weights: tuple[float, ...]
+    used_bytes: Floats
+    saved_bytes: Floats
+    away_start_bytes: Mapping[TierName, int]
+    away_bytes: Mapping[TierName, Floats]
+    step_ns: int
+    cost_ns: Floats
+
+    def need_bytes(self, taken: Sequence[bool]) -> int:
+        """The device budget that a state needs."""
+        flags = np.asarray(taken, dtype=np.float64)
+        peaks = (self.used_bytes - self.saved_bytes @ flags).max(axis=1)
+        return self.base_bytes + ceil(float(peaks @ np.asarray(self.weights)))
+
+    def time_ns(self, taken: Sequence[bool]) -> int:
+        """How long a step of a state takes."""
+        return self.step_ns + round(float(self.cost_ns @ np.asarray(taken, dtype=np.float64)))
+
+
+class Sketches:
+    """Sketches of the settings of one problem, each made once, when it is asked for."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self._known: dict[int, Sketch] = {}
+
+    def of(self, setting: Setting) -> Sketch:
+        """The sketch of a setting."""
+        # A sketch holds its setting, so an id cannot be given to another one.
+        if id(setting) not in self._known:
+            self._known[id(setting)] = make_sketch(self._evaluator, setting)
+        return self._known[id(setting)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trace:
+    # A program seen at its computing tasks: where each device buffer is present, workspace, and
+    # who pays how many ns.
+    program: Program
+    present: Mapping[BufferId, npt.NDArray[np.bool_]]
+    workspace: Floats
+    task_ns: Mapping[tuple[str, int], int]
+    copy_ns: Mapping[BufferId, int]
+    step_ns: int
+    forward_at: Mapping[int, tuple[int, ...]]
+    recompute_at: Mapping[int, tuple[int, ...]]
+    backward_at: Mapping[int, tuple[int, ...]]
+
+
+def make_sketch(evaluator: Evaluator, setting: Setting) -> Sketch:
+    """Lower the two ends of a setting and compare them."""
+    problem = evaluator.problem
+    slots = frozenset(m.index for m in setting.moves if m.kind == "recompute")
+    start_taken = [False] * len(setting.moves)
+    start = _trace(problem, setting, evaluator.start_program(setting), slots)
+    ends: dict[TierName, _Trace] = {
+        tier: _trace(problem, setting, _lower_end(problem, setting, tier), slots)
+        for tier in find_away_tiers(problem.machine) or ("device",)
+    }
+    pools = [pool.id for pool in start.program.pools if pool.tier == "device"]
+    num_tasks = len(start.workspace)
+    used = np.zeros((len(pools), num_tasks))
+    for buffer, present in start.present.items():
+        used[_pool_index(start.program, buffer, pools)] += present * _size(start, buffer)
+    heap = pools.index(start.program.workspace_pool)
+    used[heap] += start.workspace
+    saved = np.zeros((len(pools), num_tasks, len(setting.moves)))
+    cost = np.zeros(len(setting.moves))
+    away: dict[TierName, Floats] = {
+        tier: np.zeros(len(setting.moves)) for tier in ends if tier != "device"
+    }
+    by_move = _buffers_by_move(start)
+    for column, move in enumerate(setting.moves):
+        if move.kind == "recompute":
+            end = next(iter(ends.values()))
+            saved[:, :, column] = _recompute_saving(start, end, move.index, setting, pools)
+            cost[column] = _recompute_ns(start, end, move.index)
+            continue
+        end = ends[move.tier]
+        for buffer in by_move.get((move.kind, move.index), ()):
+            size = _size(start, buffer)
+            gone = start.present[buffer] & ~end.present.get(buffer, np.zeros(num_tasks, bool))
+            saved[_pool_index(start.program, buffer, pools), :, column] += gone * size
+            cost[column] += end.copy_ns.get(buffer, 0) - start.copy_ns.get(buffer, 0)
+            away[move.tier][column] += size
+    plan = short_plan(problem, setting, start_taken)
+    needs = need_of(plan, start.program)
+    away_start: dict[TierName, int] = {tier: needs.get(tier, 0) for tier in away}
+    return Sketch(
+        setting=setting,
+        base_bytes=plan.base_bytes,
+        weights=tuple(
+            1 + plan.heap_slack if len(pools) > 1 and index == heap else 1.0
+            for index in range(len(pools))
+        ),
+        used_bytes=used,
+        saved_bytes=saved,
+        away_start_bytes=away_start,
+        away_bytes=away,
+        step_ns=start.step_ns,
+        cost_ns=cost,
+    )
+
+
+def _lower_end(problem: Problem, setting: Setting, tier: TierName) -> Program:
+    taken = [move.tier == tier or move.kind == "recompute" for move in setting.moves]
+    return lower_plan(short_plan(problem, setting, taken), setting.model, "train_step")
+
+
+def _trace(problem: Problem, setting: Setting, program: Program, slots: frozenset[int]) -> _Trace:
+    # Every block in `slots` gets a column for its Recompute before each of its Backwards, also
+    # where it has none, so that programs with and without it have the same columns.
+    costs = costs_of(problem, setting, program)
+    weights = weights_of(program.tasks, setting.num_microbatches)
+    first: dict[BufferId, int] = {
+        buffer.id: 0 for buffer in program.buffers.values() if buffer.home == "device"
+    }
+    spans: dict[BufferId, list[tuple[int, int]]] = {}
+    workspace: list[float] = []
+    task_ns: dict[tuple[str, int], int] = {}
+    copy_ns: dict[BufferId, int] = {}
+    at: dict[str, dict[int, list[int]]] = {"forward": {}, "recompute": {}, "backward": {}}
+    step_ns = 0
+    recomputed = False
+    for task, weight in zip(program.tasks, weights, strict=True):
+        duration = costs.duration_ns(task) * weight
+        step_ns += duration
+        match task:
+            case Copy() | Free():
+                copy_ns[task.buffer] = copy_ns.get(task.buffer, 0) + duration
+            case Forward() | Recompute() | Backward():
+                if isinstance(task, Backward) and task.block in slots and not recomputed:
+                    workspace.append(0.0)
+                name = type(task).__name__.lower()
+                at[name].setdefault(task.block, []).append(len(workspace))
+                key = (name, task.block)
+                task_ns[key] = task_ns.get(key, 0) + duration
+            case _:
+                pass
+        column = len(workspace)
+        for buffer, tier in writes_of(task):
+            if tier == "device":
+                first.setdefault(buffer, column)
+        if isinstance(task, Free) and task.tier == "device":
+            began = first.pop(task.buffer)
+            spans.setdefault(task.buffer, []).append((began, column))
+        if not isinstance(task, Copy | Free | Emit):
+            workspace.append(float(workspace_of(task)))
+            recomputed = isinstance(task, Recompute)
+    for buffer, began in first.items():
+        spans.setdefault(buffer, []).append((began, len(workspace)))
+    present: dict[BufferId, npt.NDArray[np.bool_]] = {}
+    for buffer, runs in spans.items():
+        flags = np.zeros(len(workspace), dtype=np.bool_)
+        for began, ended in runs:
+            flags[began:ended] = True
+        present[buffer] = flags
+    return _Trace(
+        program=program,
+        present=present,
+        workspace=np.asarray(workspace),
+        task_ns=task_ns,
+        copy_ns=copy_ns,
+        step_ns=step_ns,
+        forward_at=_frozen(at["forward"]),
+        recompute_at=_frozen(at["recompute"]),
+        backward_at=_frozen(at["backward"]),
+    )
+
+
+def _recompute_saving(
+    start: _Trace, end: _Trace, block: int, setting: Setting, pools: Sequence[PoolId]
+) -> Floats:
+    saving = np.zeros((len(pools), len(start.workspace)))
+    heap = pools.index(start.program.workspace_pool)
+    prefix = f"saved/{block}@"
+    for buffer, present in start.present.items():
+        if buffer.startswith(prefix):
+            gone = present & ~end.present[buffer]
+            saving[heap] += gone * _size(start, buffer)
+    for column in (*end.forward_at.get(block, ()), *end.recompute_at.get(block, ())):
+        saving[heap, column] += start.workspace[column] - end.workspace[column]
+    # The block's inputs have to stay until its last Recompute.
+    for microbatch, until in enumerate(end.recompute_at.get(block, ())):
+        for value in setting.model.blocks[block].inputs:
+            buffer = BufferId(f"value/{value}@{microbatch}")
+            if buffer in start.present and buffer in end.present:
+                longer = end.present[buffer] & ~start.present[buffer]
+                longer[until + 1 :] = False
+                saving[heap] -= longer * _size(start, buffer)
+    return saving
+
+
+def _recompute_ns(start: _Trace, end: _Trace, block: int) -> int:
+    forward = ("forward", block)
+    return (
+        end.task_ns.get(("recompute", block), 0)
+        + end.task_ns.get(forward, 0)
+        - start.task_ns.get(forward, 0)
+    )
+
+
+def _buffers_by_move(trace: _Trace) -> dict[tuple[str, int], list[BufferId]]:
+    found: dict[tuple[str, int], list[BufferId]] = {}
+    for buffer in trace.present:
+        state, _, rest = buffer.partition("/")
+        if not rest.isdigit() or state == "norm":
+            continue
+        found.setdefault((_KINDS.get(state, "optimizer"), int(rest)), []).append(buffer)
+    return found
+
+
+def _pool_index(program: Program, buffer: BufferId, pools: Sequence[PoolId]) -> int:
+    return pools.index(program.buffers[buffer].pools["device"])
+
+
+def _size(trace: _Trace, buffer: BufferId) -> int:
+    return trace.program.buffers[buffer].size_bytes
+
+
+def _frozen(lists: Mapping[int, list[int]]) -> dict[int, tuple[int, ...]]:
+    return {key: tuple(items) for key, items in lists.items()}

@@ -1,0 +1,110 @@
+"""How low it goes: the state that needs the smallest device budget, and the refusal that names it.
+
+In: the settings of a search. Out: an `Evaluation`, or the `DoesNotFitError` for a budget below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from packhorse.compiler.lower import lower_plan
+from packhorse.errors import DoesNotFitError
+from packhorse.machine.spec import TierName
+from packhorse.program.buffers import PAGE_BYTES
+from packhorse.program.tasks import Backward, Forward, Recompute, Update
+from packhorse.search.evaluation import Evaluation, Evaluator, short_plan
+from packhorse.search.knapsack import choose_moves
+from packhorse.search.peaks import explain_peaks, fullest_task
+from packhorse.search.sketch import Sketches
+from packhorse.search.space import UNLIMITED_BYTES, Setting
+from packhorse.timeline.names import name_of
+from packhorse.units import format_bytes, format_exact_bytes
+
+CLOSE_LOOKS: Final = 6
+
+
+def find_smallest(
+    evaluator: Evaluator, sketches: Sketches, settings: Sequence[Setting]
+) -> Evaluation:
+    """Find the state with the smallest device need within the other tiers' budgets.
+
+    If no state is within those, they are taken as unlimited. Among equals the fastest is taken.
+    """
+    budgets = evaluator.budget_bytes
+    unlimited = dict.fromkeys(budgets, UNLIMITED_BYTES)
+    for away_bytes in (budgets, unlimited):
+        guesses: list[tuple[int, int, tuple[bool, ...]]] = []
+        for index, setting in enumerate(settings):
+            sketch = sketches.of(setting)
+            taken = choose_moves(
+                sketch, device_bytes=0, away_bytes=away_bytes, goal="memory", rel_gap=0.0
+            )
+            if taken is not None:
+                guesses.append((sketch.need_bytes(taken), index, taken))
+        looked = [
+            evaluator.evaluate(settings[index], taken)
+            for _, index, taken in sorted(guesses)[:CLOSE_LOOKS]
+        ]
+        if looked:
+            return min(looked, key=lambda e: (evaluator.needs_of_all(e)["device"], e.step_ns))
+    raise ValueError("there is no setting to search")
+
+
+def round_up_page(size_bytes: int) -> int:
+    """The next whole page."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def refuse(evaluator: Evaluator, smallest: Evaluation) -> DoesNotFitError:
+    """Say what is needed, what is there, which block is the cause, and what would work."""
+    needs = evaluator.needs_of_all(smallest)
+    have = evaluator.budget_bytes
+    least: dict[TierName, int] = {tier: round_up_page(need) for tier, need in needs.items()}
+    short: list[TierName] = [tier for tier in least if least[tier] > have.get(tier, 0)]
+    lines = [
+        f"tier {tier}: needs {format_bytes(needs[tier])}, has {format_bytes(have.get(tier, 0))}"
+        for tier in needs
+    ]
+    lines.append(_name_cause(evaluator, smallest))
+    grant = ",".join(f"{tier}={format_exact_bytes(least[tier])}" for tier in short)
+    setting = smallest.setting
+    hints = [f"grant at least --budget {grant}: the smallest budget that works"]
+    if setting.model.rows > 1:
+        hints.append("or offer smaller micro-batches (per_device_train_batch_size: 1)")
+    if setting.candidate.loss_chunk_tokens is None:
+        hints.append("or a shorter max_length")
+    names = " and ".join(short)
+    pinned = evaluator.problem.pins.names
+    if pinned:
+        hints.append(f"or unpin some of: {', '.join(pinned)}")
+    return DoesNotFitError(
+        f"no plan for {setting.model.name} fits the budget of {names or 'the machine'}: "
+        + "; ".join(
+            f"{tier} needs {format_bytes(needs[tier])} and has {format_bytes(have.get(tier, 0))}"
+            for tier in short
+        ),
+        where="\n".join(lines),
+        fix="\n".join(hints),
+    )
+
+
+def _name_cause(evaluator: Evaluator, smallest: Evaluation) -> str:
+    setting = smallest.setting
+    plan = short_plan(evaluator.problem, setting, smallest.taken)
+    program = lower_plan(plan, setting.model, "train_step")
+    task = fullest_task(program)
+    match task:
+        case Forward() | Backward() | Recompute():
+            block = setting.model.blocks[task.block].name
+            moment = f"the {type(task).__name__.lower()} of block {block}"
+        case Update():
+            moment = f"the update of chunk {task.chunk}"
+        case None:
+            moment = "the state between steps"
+        case _:
+            moment = f"the task {name_of(task)}"
+    causes = explain_peaks(plan, setting.model, program)["device"]
+    parts = sorted(causes.items(), key=lambda item: -item[1])
+    held = ", ".join(f"{cause} {format_bytes(size)}" for cause, size in parts)
+    return f"at least: {moment} holds {held}"

@@ -1,0 +1,259 @@
+"""What can be chosen: settings of a plan, and for each one the moves that save memory.
+
+In: candidates (a model and its profile at one micro-batch shape), the machine, the pins. Out:
+`Setting`s, each with a fastest start (everything resident, everything kept) and a list of `Move`s;
+a state of the search is the set of moves taken, and `build_plan` turns it into a `Plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from packhorse.compiler.chunks import ProposedChunk, pack_chunks
+from packhorse.machine.spec import Machine, TierName
+from packhorse.model.spec import Model
+from packhorse.plan.pins import Pins, State
+from packhorse.plan.spec import (
+    ActivationChoice,
+    BlockPlan,
+    Choice,
+    ChunkPlan,
+    HeapMode,
+    Numerics,
+    OptimizerPlan,
+    Plan,
+)
+from packhorse.profile.spec import Profile
+
+UNLIMITED_BYTES: Final = 1 << 60
+STATES: Final[tuple[State, ...]] = ("parameters", "gradients", "optimizer")
+AWAY: Final[tuple[TierName, ...]] = ("host", "disk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A model traced at one micro-batch size and loss-chunk setting, and what its bodies cost."""
+
+    model: Model
+    profile: Profile
+    loss_chunk_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arithmetic:
+    """The numerics that the search does not choose; see `Numerics`."""
+
+    compute_dtype: str
+    tied_sum: Literal["per_microbatch", "per_step"]
+    attention: Literal["causal", "eager", "native"]
+    num_threads: int
+    device: str
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One way to save device memory: a state of a chunk goes to `tier`, or a block recomputes."""
+
+    kind: State | Literal["recompute"]
+    index: int
+    tier: TierName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is fixed while moves are chosen.
+
+    `tiers` and `activations` are where the search starts; what is pinned is in them and has no
+    move. `pinned` names (kind, index) of the pinned ones.
+    """
+
+    candidate: Candidate
+    num_microbatches: int
+    heap: HeapMode
+    heap_slack: float
+    chunk_bytes: int
+    chunks: tuple[ProposedChunk, ...]
+    tiers: Mapping[State, tuple[TierName, ...]]
+    activations: tuple[ActivationChoice, ...]
+    pinned: frozenset[tuple[str, int]]
+    moves: tuple[Move, ...]
+
+    @property
+    def model(self) -> Model:
+        """The traced model of the candidate."""
+        return self.candidate.model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a plan is searched for, the same for all settings."""
+
+    machine: Machine
+    optimizer: OptimizerPlan
+    arithmetic: Arithmetic
+    pins: Pins
+    global_batch_rows: int
+
+
+Reason = Callable[[str, int, str], str]
+"""Gives the because of a choice: (kind, index of the chunk or block, value)."""
+
+
+def make_setting(
+    problem: Problem, candidate: Candidate, *, heap: HeapMode, chunk_bytes: int
+) -> Setting:
+    """Make a setting with its fastest start and its moves.
+
+    Raises:
+        RecipeError: pins contradict each other or name nothing.
+    """
+    model, pins = candidate.model, problem.pins
+    chunks = pack_chunks(model, chunk_bytes)
+    num_microbatches = problem.global_batch_rows // model.rows
+    pinned: set[tuple[str, int]] = set()
+    moves: list[Move] = []
+    tiers: dict[State, tuple[TierName, ...]] = {}
+    away = find_away_tiers(problem.machine)
+    for state in STATES:
+        start: list[TierName] = []
+        for index, chunk in enumerate(chunks):
+            tier = pins.tier_of(state, chunk.pieces)
+            movable = _can_move(problem, chunk, state, num_microbatches)
+            if tier is not None and movable:
+                pinned.add((state, index))
+            elif movable:
+                moves += [Move(kind=state, index=index, tier=name) for name in away]
+            start.append(tier if tier is not None and movable else "device")
+        tiers[state] = tuple(start)
+    activations: list[ActivationChoice] = []
+    for index, block in enumerate(model.blocks):
+        choice = pins.activation_of(block.name)
+        if not block.has_backward:
+            choice = "keep"
+        elif choice is not None:
+            pinned.add(("recompute", index))
+        elif model.body_of(block.id).saved_bytes and index + 1 < len(model.blocks):
+            # The last block's backward follows its forward: there is nothing to save.
+            moves.append(Move(kind="recompute", index=index, tier="device"))
+        activations.append(choice or "keep")
+    return Setting(
+        candidate=candidate,
+        num_microbatches=num_microbatches,
+        heap=heap,
+        heap_slack=problem.machine.heap.keep_slack if heap == "keep" else 0.0,
+        chunk_bytes=chunk_bytes,
+        chunks=chunks,
+        tiers=tiers,
+        activations=tuple(activations),
+        pinned=frozenset(pinned),
+        moves=tuple(moves),
+    )
+
+
+def find_away_tiers(machine: Machine) -> tuple[TierName, ...]:
+    """The tiers beside the device that can be reached from it and back, and may be used."""
+    found: list[TierName] = []
+    for name in AWAY:
+        tier = machine.tier(name)
+        linked = machine.link("device", name) is not None and machine.link(name, "device")
+        if tier is not None and tier.budget_bytes > 0 and linked:
+            found.append(name)
+    return tuple(found)
+
+
+def build_plan(
+    problem: Problem,
+    setting: Setting,
+    taken: Sequence[bool],
+    *,
+    num_microbatches: int | None = None,
+    budget_bytes: Mapping[TierName, int] | None = None,
+    reason: Reason = lambda kind, index, value: "",  # noqa: ARG005 the signature is `Reason`'s
+) -> Plan:
+    """Turn a state of the search into a plan without a prediction.
+
+    Args:
+        problem: what the plan is for.
+        setting: the setting of the state.
+        taken: one flag per move.
+        num_microbatches: a smaller number than the setting's, to look at a shorter step.
+        budget_bytes: the budget to write into the plan; unlimited if absent.
+        reason: gives the words of each choice.
+    """
+    tiers = {state: list(setting.tiers[state]) for state in STATES}
+    activations = list(setting.activations)
+    for move, is_taken in zip(setting.moves, taken, strict=True):
+        if not is_taken:
+            continue
+        if move.kind == "recompute":
+            activations[move.index] = "recompute"
+        else:
+            tiers[move.kind][move.index] = move.tier
+    model, arithmetic = setting.model, problem.arithmetic
+    loss_chunk = setting.candidate.loss_chunk_tokens
+
+    def choose_tier(state: State, index: int) -> Choice[TierName]:
+        tier = tiers[state][index]
+        return Choice(value=tier, because=reason(state, index, tier))
+
+    plan = Plan(
+        model=model.fingerprint,
+        model_name=model.name,
+        machine=problem.machine.name,
+        length=model.length,
+        budget_bytes=budget_bytes or dict.fromkeys(("device", *AWAY), UNLIMITED_BYTES),
+        base_bytes=setting.candidate.profile.base_bytes,
+        numerics=Numerics(
+            microbatch_rows=Choice(value=model.rows, because=reason("microbatch_rows", 0, "")),
+            num_microbatches=num_microbatches or setting.num_microbatches,
+            num_workers=arithmetic.num_workers,
+            compute_dtype=arithmetic.compute_dtype,
+            loss_chunk_tokens=Choice(value=loss_chunk, because=reason("loss_chunk_tokens", 0, "")),
+            tied_sum=arithmetic.tied_sum,
+            attention=arithmetic.attention,
+            num_threads=arithmetic.num_threads,
+            device=arithmetic.device,
+        ),
+        optimizer=problem.optimizer,
+        heap=Choice(value=setting.heap, because=reason("heap", 0, setting.heap)),
+        heap_slack=setting.heap_slack,
+        chunk_bytes=Choice(value=setting.chunk_bytes, because=reason("chunk_bytes", 0, "")),
+        chunks=tuple(
+            ChunkPlan(
+                pieces=chunk.pieces,
+                group=chunk.group,
+                trainable=chunk.trainable,
+                parameters=choose_tier("parameters", index),
+                gradients=choose_tier("gradients", index),
+                optimizer=choose_tier("optimizer", index),
+            )
+            for index, chunk in enumerate(setting.chunks)
+        ),
+        blocks=tuple(
+            BlockPlan(
+                name=block.name,
+                activations=Choice(
+                    value=activations[index],
+                    because=reason("recompute", index, activations[index]),
+                ),
+            )
+            for index, block in enumerate(model.blocks)
+        ),
+        pins=problem.pins.names,
+        prediction=None,
+    )
+    return plan if budget_bytes is None else replace(plan, budget_bytes=dict(budget_bytes))
+
+
+def _can_move(problem: Problem, chunk: ProposedChunk, state: State, num_microbatches: int) -> bool:
+    match state:
+        case "parameters":
+            return True
+        case "gradients":
+            # Without clipping, and with one micro-batch, a gradient is used up where it arises.
+            return chunk.trainable and (problem.optimizer.clips or num_microbatches > 1)
+        case "optimizer":
+            return chunk.trainable and bool(problem.optimizer.states or problem.optimizer.master)
