@@ -144,7 +144,7 @@ def _expand_entry(entry: str, folder: Path | None) -> list[Path]:
         return [path]
     if not glob.has_magic(entry):
         raise DataError(f"there is no data file or folder {path}", fix=_suggest_neighbour(path))
-    # Path.glob refuses absolute patterns, which people write; a folder's own brackets are no pattern.
+    # Path.glob refuses absolute patterns, which people write. Brackets in folder are no pattern.
     names = glob.glob(str(Path(entry).expanduser()), root_dir=folder, recursive=True)  # noqa: PTH207
     matches = sorted((folder or Path()) / name for name in names)
     files = [match for match in matches if match.is_file() and match.suffix.lower() in SUFFIXES]
