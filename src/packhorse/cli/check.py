@@ -1,0 +1,281 @@
+"""`packhorse check`: is this file right? A line on what was checked, or the broken rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, assert_never
+
+import typer
+
+from packhorse.cli.options import AsJson, ModelPath
+from packhorse.errors import FileFormatError
+
+if TYPE_CHECKING:
+    from packhorse.cli.kinds import FileKind
+    from packhorse.model.spec import Model
+    from packhorse.program.program import ProgramKind
+    from packhorse.timeline.spec import Timeline
+
+_RUN_FILES: Final = ("recipe.yaml", "machine.json", "model.json", "plan.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a file is, what was checked, and what a person should know beside that."""
+
+    what: str
+    checked: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    facts: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+def check_file(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Any file of ours, a checkpoint or a run folder.")
+    ],
+    model: ModelPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check any file of ours, by its kind."""
+    from rich.text import Text
+
+    from packhorse.cli.kinds import detect_kind
+    from packhorse.cli.screen import Screen
+
+    screen = Screen(as_json=as_json)
+    kind = detect_kind(path)
+    verdict = judge_file(path, kind, model)
+    for warning in verdict.warnings:
+        screen.warn(warning)
+    screen.show(Text.assemble(("ok", "bold green"), f"  {path}: {verdict.what}"))
+    screen.show(Text(f"    checked: {', '.join(verdict.checked)}", style="dim"))
+    screen.answer(
+        {
+            "file": str(path),
+            "kind": kind,
+            "ok": True,
+            "what": verdict.what,
+            "checked": list(verdict.checked),
+            "warnings": list(verdict.warnings),
+            **verdict.facts,
+        }
+    )
+
+
+def judge_file(path: Path, kind: FileKind, model: Path | None) -> Verdict:
+    """Check a file of a known kind.
+
+    Raises:
+        InputError: the file, or what it refers to, is wrong.
+        RefusedError: a rule rejects it.
+    """
+    match kind:
+        case "plan":
+            return _judge_plan(path, model)
+        case "program":
+            return _judge_program(path, model)
+        case "machine":
+            return _judge_machine(path)
+        case "timeline":
+            return _judge_timeline(path)
+        case "recipe":
+            return _judge_recipe(path)
+        case "model":
+            return _judge_model(path)
+        case "checkpoint":
+            return _judge_checkpoint(path)
+        case "run folder":
+            return _judge_run(path)
+    assert_never(kind)
+
+
+def _judge_plan(path: Path, model_path: Path | None) -> Verdict:
+    from packhorse.cli.companions import read_plan_model
+    from packhorse.compiler.lower import lower_plan
+    from packhorse.plan.files import read_plan
+    from packhorse.plan.identity import check_plan
+    from packhorse.verifier.rules import verify_program
+
+    plan = read_plan(path)
+    model = read_plan_model(path, model_path)
+    check_plan(plan, model)
+    kinds: tuple[ProgramKind, ...] = ("train_step", "evaluate", "load", "save")
+    if not model.num_trainable:
+        kinds = ("evaluate", "load", "save")
+    tasks: dict[str, int] = {}
+    for kind in kinds:
+        program = lower_plan(plan, model, kind)
+        verify_program(program, model)
+        tasks[kind] = len(program.tasks)
+    return Verdict(
+        what=f"a plan of {plan.model_name} for {plan.machine}: {len(plan.blocks)} blocks,"
+        f" {len(plan.chunks)} chunks",
+        checked=(
+            "format",
+            "belongs to its model",
+            *(f"{kind} program of {count} tasks: every rule" for kind, count in tasks.items()),
+        ),
+        facts={"tasks": tasks, "rules": list(_rule_names())},
+    )
+
+
+def _judge_program(path: Path, model_path: Path | None) -> Verdict:
+    from packhorse.cli.kinds import read_text
+    from packhorse.model.files import read_model
+    from packhorse.program.text import parse_program
+    from packhorse.verifier.rules import verify_program
+
+    try:
+        program = parse_program(read_text(path))
+    except FileFormatError as error:
+        # The parser knows lines, not files.
+        raise FileFormatError(error.what, where=f"{path}: {error.where}", fix=error.fix) from error
+    model: Model | None = None
+    beside = path.with_name("model.json")
+    if model_path is not None:
+        model = read_model(model_path)
+    elif beside.is_file() and (found := read_model(beside)).fingerprint == program.model:
+        model = found
+    proof = verify_program(program, model)
+    against = f"against {model.name}" if model else "without its model: what needs one is unchecked"
+    return Verdict(
+        what=f"a {program.kind} program of {len(program.tasks)} tasks",
+        checked=("format", f"rules {', '.join(_rule_names())} ({against})"),
+        warnings=() if model else ("name its model for all rules: --model FILE",),
+        facts={
+            "digest": proof.digest,
+            "tasks": len(program.tasks),
+            "rules": list(_rule_names()),
+            "with_model": model is not None,
+            "peak_bytes": dict(proof.peak_bytes),
+        },
+    )
+
+
+def _rule_names() -> tuple[str, ...]:
+    from packhorse.verifier.rules import RULES
+
+    return tuple(dict.fromkeys(rule.name for rule in RULES))
+
+
+def _judge_machine(path: Path) -> Verdict:
+    from packhorse.machine.files import read_machine
+    from packhorse.units import format_bytes
+
+    machine = read_machine(path)
+    tiers = ", ".join(f"{tier.name} {format_bytes(tier.budget_bytes)}" for tier in machine.tiers)
+    return Verdict(
+        what=f"the machine {machine.name} ({machine.source}): {tiers}",
+        checked=("format", "tiers, links and rates fit together"),
+    )
+
+
+def _judge_timeline(path: Path) -> Verdict:
+    from packhorse.timeline.files import read_timeline
+    from packhorse.units import format_ns
+
+    timeline = read_timeline(path)
+    _check_spans(timeline, path)
+    return Verdict(
+        what=f"a {timeline.source} timeline of {len(timeline.spans)} tasks,"
+        f" {format_ns(timeline.makespan_ns)}",
+        checked=("format", "tasks of a lane follow one another", "memory follows time"),
+    )
+
+
+def _check_spans(timeline: Timeline, path: Path) -> None:
+    free_at_ns: dict[str, int] = {}
+    for at, span in enumerate(timeline.spans):
+        place = f"{path}: spans[{at}], {span.name}"
+        if not 0 <= span.start_ns <= span.end_ns:
+            raise FileFormatError(
+                f"a span lasts from {span.start_ns} to {span.end_ns} ns",
+                where=place,
+                fix="write the timeline anew",
+            )
+        if span.start_ns < free_at_ns.get(span.lane, 0):
+            raise FileFormatError(
+                f"the lane {span.lane} is busy until {free_at_ns[span.lane]} ns, and a span starts"
+                f" at {span.start_ns} ns",
+                where=place,
+                fix="write the timeline anew",
+            )
+        free_at_ns[span.lane] = span.end_ns
+    for pool, points in timeline.memory.items():
+        before_ns = 0
+        for at, point in enumerate(points):
+            if point.at_ns < before_ns or point.used_bytes < 0:
+                raise FileFormatError(
+                    f"{point.used_bytes} bytes at {point.at_ns} ns, after {before_ns} ns",
+                    where=f"{path}: memory.{pool}[{at}]",
+                    fix="write the timeline anew",
+                )
+            before_ns = point.at_ns
+
+
+def _judge_recipe(path: Path) -> Verdict:
+    from packhorse.data.sources import find_sources
+    from packhorse.trainer.batch_cut import cut_batch
+    from packhorse.trainer.recipe_files import load_recipe
+    from packhorse.units import format_bytes
+
+    loaded = load_recipe(path)
+    recipe = loaded.recipe
+    cut = cut_batch(recipe)
+    sources = find_sources((*recipe.train_data, *recipe.eval_data))
+    size_bytes = sum(source.size_bytes for source in sources)
+    return Verdict(
+        what=f"a recipe: {recipe.model_name_or_path}, {cut.global_rows} rows of up to"
+        f" {recipe.max_length} tokens a step -> {recipe.output_dir}",
+        checked=(
+            "keys and values",
+            "batch arithmetic",
+            f"{len(sources)} data files are there ({format_bytes(size_bytes)})",
+        ),
+        warnings=loaded.warnings,
+    )
+
+
+def _judge_model(path: Path) -> Verdict:
+    from packhorse.model.files import read_model
+    from packhorse.units import format_count
+
+    model = read_model(path)
+    return Verdict(
+        what=f"the model {model.name}: {format_count(model.num_parameters)} parameters,"
+        f" {len(model.blocks)} blocks, traced for {model.rows} x {model.length} tokens",
+        checked=("format", "every block, value and parameter that is named exists"),
+    )
+
+
+def _judge_checkpoint(path: Path) -> Verdict:
+    from packhorse.checkpoint.folders import verify_checkpoint
+    from packhorse.units import format_bytes
+
+    manifest = verify_checkpoint(path, resumable=False)
+    size_bytes = sum(entry.size_bytes for entry in manifest.files)
+    kind = "the model alone" if manifest.model_only else "a run can resume from it"
+    return Verdict(
+        what=f"a checkpoint after step {manifest.run.step}, {kind}",
+        checked=(f"all {len(manifest.files)} files are whole ({format_bytes(size_bytes)})",),
+        facts={"step": manifest.run.step, "resumable": not manifest.model_only},
+    )
+
+
+def _judge_run(path: Path) -> Verdict:
+    from packhorse.checkpoint.folders import find_checkpoints, find_leftovers
+    from packhorse.cli.kinds import detect_kind
+
+    checked: list[str] = []
+    warnings: list[str] = []
+    present = [path / name for name in _RUN_FILES if (path / name).is_file()]
+    for file in (*present, *sorted(path.glob("timeline-*.json")), *find_checkpoints(path)):
+        verdict = judge_file(file, detect_kind(file), None)
+        checked.append(f"{file.name}: {verdict.what}")
+        warnings += verdict.warnings
+    leftovers = find_leftovers(path)
+    if leftovers:
+        warnings.append(f"{len(leftovers)} unfinished saves lie here: `packhorse clean {path}`")
+    return Verdict(what="a run folder", checked=tuple(checked), warnings=tuple(warnings))

@@ -1,0 +1,115 @@
+"""`packhorse clean`: what unfinished state is here, and may it go?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from packhorse.cli.options import AsJson, Yes
+from packhorse.errors import InputError, PackhorseError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remains:
+    """Something unfinished, what it is, and how large."""
+
+    path: Path
+    what: str
+    size_bytes: int
+
+
+def clean_folder(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN | SCRATCH", help="A run folder or a scratch folder.")
+    ],
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what dead runs left behind; checkpoints stay."""
+    from packhorse.checkpoint.folders import clean_leftovers
+    from packhorse.cli.screen import Screen
+    from packhorse.storage.scratch_folder import clean_scratch
+    from packhorse.units import format_bytes
+
+    screen = Screen(as_json=as_json)
+    if not path.is_dir():
+        raise InputError(
+            "there is no such folder", where=str(path), fix="name a run folder or a scratch folder"
+        )
+    scratch = [path, *_find_scratch(path)]
+    remains = find_remains(path, scratch)
+    for each in remains:
+        screen.show_text(f"{each.path}: {each.what}, {format_bytes(each.size_bytes)}\n")
+    total_bytes = sum(each.size_bytes for each in remains)
+    removed = False
+    if not remains:
+        screen.show_text(f"nothing unfinished in {path}\n")
+    elif screen.ask(f"remove these, {format_bytes(total_bytes)} in all?", yes=yes):
+        for folder in scratch:
+            clean_scratch(folder)
+        clean_leftovers(path)
+        removed = True
+        screen.show_text(f"removed, {format_bytes(total_bytes)} freed\n")
+    else:
+        screen.show_text("nothing was removed\n")
+    screen.answer(
+        {
+            "folder": str(path),
+            "found": [
+                {"path": str(each.path), "what": each.what, "size_bytes": each.size_bytes}
+                for each in remains
+            ],
+            "removed": removed,
+        }
+    )
+
+
+def find_remains(path: Path, scratch: list[Path]) -> list[Remains]:
+    """List the unfinished saves of a run folder and the scratch files of dead runs."""
+    from packhorse.checkpoint.folders import find_leftovers
+    from packhorse.storage.scratch_folder import find_leftovers as find_scratch_files
+
+    found = [
+        Remains(
+            path=leftover,
+            what="a checkpoint that made room for one which never came; it gets its name back"
+            if ".old-" in leftover.name and not _original(leftover).exists()
+            else "an unfinished save",
+            size_bytes=_size_of(leftover),
+        )
+        for leftover in find_leftovers(path)
+    ]
+    for folder in scratch:
+        found += [
+            Remains(path=file.path, what="a scratch file", size_bytes=file.size_bytes)
+            for file in find_scratch_files(folder)
+        ]
+    return found
+
+
+def _find_scratch(path: Path) -> list[Path]:
+    """Find the scratch folder of the run: its machine file names it."""
+    from packhorse.machine.files import read_machine
+
+    file = path / "machine.json"
+    if not file.is_file():
+        return []
+    try:
+        disk = read_machine(file).tier("disk")
+    except PackhorseError:
+        # A damaged machine file must not keep a run folder from being cleaned.
+        return []
+    if disk is None or disk.path is None:
+        return []
+    return [Path(disk.path)] if Path(disk.path).is_dir() else []
+
+
+def _original(leftover: Path) -> Path:
+    return leftover.with_name(leftover.name.partition(".old-")[0])
+
+
+def _size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,100 @@
+"""The machine of a command: a file, a known machine, or this one, probed; with its budgets.
+
+In: what was typed, and what the recipe grants. Out: a `Machine` whose tiers carry the budgets. What
+the command line names wins over the recipe; a tier that neither names may use what is free less a
+margin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packhorse.cli.screen import Screen
+    from packhorse.machine.budget import Budget
+    from packhorse.machine.spec import Machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineChoice:
+    """What was typed about the machine and its budgets."""
+
+    name: str | None = None
+    budget: str | None = None
+    memory: str | None = None
+
+
+def choose_machine(
+    choice: MachineChoice, screen: Screen, *, granted: Budget | None = None, here: bool = False
+) -> Machine:
+    """Give the machine that a command plans for.
+
+    Args:
+        granted: the recipe's budget.
+        here: a named machine stands for this one, so that its scratch folder is checked.
+
+    Raises:
+        InputError: there is no such machine, or a budget is wrong or more than there is.
+        FileFormatError: the machine file is damaged.
+    """
+    from packhorse.machine.budget import Budget, parse_budget, parse_memory, with_budget
+
+    budget = merge_budgets(parse_budget(choice.budget), granted or Budget())
+    if choice.name is not None:
+        machine = load_machine(choice.name)
+        if choice.memory is not None:
+            budget = merge_budgets(parse_memory(choice.memory, machine), budget)
+        return with_budget(machine, budget, here=here)
+    if choice.memory is None:
+        return probe_here(screen, budget)
+    # Whether --memory is allowed depends on the machine, so it is probed first.
+    machine = probe_here(screen, replace(budget, device_bytes=None))
+    return with_budget(machine, parse_memory(choice.memory, machine))
+
+
+def load_machine(name: str) -> Machine:
+    """Load a machine from a file, or from the catalogue.
+
+    Raises:
+        InputError: there is neither.
+        FileFormatError: the file is damaged.
+    """
+    from packhorse.machine.catalogue import load_known_machine
+    from packhorse.machine.files import read_machine
+
+    path = Path(name)
+    if path.is_file() or path.suffix in (".json", ".yaml", ".yml") or len(path.parts) > 1:
+        return read_machine(path)
+    return load_known_machine(name)
+
+
+def probe_here(
+    screen: Screen, budget: Budget, *, fresh: bool = False, sustained: bool = False
+) -> Machine:
+    """Measure this machine, or take its rates from the cache; shows what is being measured."""
+    from packhorse.machine.probe import probe_machine
+
+    with screen.stages("measuring this machine") as progress:
+        return probe_machine(budget=budget, fresh=fresh, sustained=sustained, progress=progress)
+
+
+def merge_budgets(typed: Budget, granted: Budget) -> Budget:
+    """Take each tier's budget from what was typed, else from what the recipe grants."""
+    from packhorse.machine.budget import DEFAULT_SCRATCH
+
+    disk = typed.disk or granted.disk
+    if typed.disk and granted.disk and typed.disk.path == DEFAULT_SCRATCH:
+        # A size alone was typed: the recipe's folder stays.
+        disk = replace(typed.disk, path=granted.disk.path)
+    return replace(
+        typed,
+        device_bytes=_first(typed.device_bytes, granted.device_bytes),
+        host_bytes=_first(typed.host_bytes, granted.host_bytes),
+        disk=disk,
+    )
+
+
+def _first(typed: int | None, granted: int | None) -> int | None:
+    return granted if typed is None else typed
