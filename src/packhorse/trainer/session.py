@@ -1,0 +1,277 @@
+"""A plan at work: lowered, proved, with its engine and its states.
+
+In: a traced model and a plan for it. Out: training steps and evaluations of whole batches, and the
+states handed to whoever saves them. A session is the same for a recipe and for a loop in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from packhorse.checkpoint.resume import SavedRun
+from packhorse.checkpoint.save import Piece
+from packhorse.compiler.lower import lower_plan
+from packhorse.errors import InputError, NonFiniteError
+from packhorse.graph.export import DENOMINATOR
+from packhorse.graph.trace import Traced
+from packhorse.model.spec import Model
+from packhorse.optim.optimizers import Optimizer
+from packhorse.plan.identity import check_plan
+from packhorse.plan.spec import Plan
+from packhorse.program.buffers import Layout
+from packhorse.program.program import Program, ProgramKind, Proof
+from packhorse.runtime.engine import Engine, ParameterPiece, StepResult
+from packhorse.trainer.weights import WeightSource
+from packhorse.verifier.rules import verify_program
+
+KINDS: Final[tuple[ProgramKind, ...]] = ("train_step", "evaluate", "load", "save")
+_VALUES: Final = ("param", "master")
+
+
+class Session:
+    """Runs a plan; made ready, it waits for `begin` or `resume`.
+
+    Args:
+        max_grad_norm: None exactly when the plan does not clip.
+        seed: of dropout.
+        scratch: folder of the disk tier; None where the plan uses no disk.
+        audit: check every task against what it declares (slow).
+
+    Raises:
+        MismatchError: the plan was made for another model or shape.
+        RuleError: a program of the plan breaks a rule.
+        InputError: plan and arguments disagree, or the scratch folder is in use.
+        StorageError: the scratch space cannot be made.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        plan: Plan,
+        *,
+        optimizer: Optimizer,
+        max_grad_norm: float | None,
+        seed: int,
+        scratch: Path | None,
+        audit: bool = False,
+    ) -> None:
+        check_plan(plan, traced.model)
+        _check_optimizer(plan, optimizer, max_grad_norm)
+        self.plan = plan
+        self.model: Model = traced.model
+        self.programs: Mapping[ProgramKind, Program] = {
+            kind: lower_plan(plan, traced.model, kind) for kind in KINDS
+        }
+        self.proofs: Mapping[ProgramKind, Proof] = {
+            kind: verify_program(program, traced.model) for kind, program in self.programs.items()
+        }
+        uses_disk = any(
+            "disk" in buffer.pools
+            for program in self.programs.values()
+            for buffer in program.buffers.values()
+        )
+        self._engine = Engine(
+            traced=traced,
+            programs=self.programs,
+            proofs=self.proofs,
+            optimizer=optimizer,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+            scratch=scratch if uses_disk else None,
+            num_threads=plan.numerics.num_threads,
+            heap=plan.heap.value,
+            audit=audit,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def layout(self) -> Layout:
+        """Where parameters lie; every state repeats it."""
+        return self._engine.layout
+
+    @property
+    def global_rows(self) -> int:
+        """Rows of a batch."""
+        numerics = self.plan.numerics
+        return numerics.microbatch_rows.value * numerics.num_microbatches
+
+    def begin(self, weights: WeightSource) -> None:
+        """Fill the parameters; optimizer states begin as zeros."""
+
+        def fill(state: str, piece: ParameterPiece) -> None:
+            if state in _VALUES:
+                weights.read_into(piece.parameter, piece.start, piece.stop, piece.tensor)
+
+        self._engine.load(fill)
+
+    def resume(self, saved: SavedRun) -> None:
+        """Fill every state from a checkpoint of this model, whatever plan it was saved under.
+
+        Raises:
+            MismatchError: it is of another model.
+            FileFormatError: a state is missing or a file is damaged.
+        """
+        saved.check_model(self.model, self.layout)
+
+        def fill(state: str, piece: ParameterPiece) -> None:
+            trained = self.model.parameters[piece.parameter].trainable
+            if trained or state in _VALUES:
+                saved.read_into(piece.parameter, state, piece.start, piece.stop, piece.tensor)
+
+        self._engine.load(fill)
+
+    def train_step(
+        self,
+        inputs: Mapping[str, Tensor],
+        *,
+        denominator: float,
+        step: int,
+        learning_rate: float,
+    ) -> StepResult:
+        """Run one optimizer step over a whole batch.
+
+        Args:
+            inputs: the batch, rows first, as planned.
+            denominator: what the summed loss is divided by.
+            step: number of this step; the first is 1.
+
+        Raises:
+            InputError: the batch has another shape than planned.
+            NonFiniteError: the loss or the gradient is NaN or infinite; the states are spoilt.
+        """
+        feeds = self._cut(inputs, denominator)
+        result = self._engine.train_step(feeds, step=step, learning_rate=learning_rate)
+        for microbatch, loss in enumerate(result.losses):
+            if not math.isfinite(loss):
+                raise _not_finite("loss", loss, step, f"micro-batch {microbatch}")
+        if result.grad_norm is not None and not math.isfinite(result.grad_norm):
+            raise _not_finite("gradient norm", result.grad_norm, step, "all micro-batches")
+        return result
+
+    def evaluate(self, inputs: Mapping[str, Tensor], *, denominator: float) -> StepResult:
+        """Run the forward of a whole batch, without dropout; see `train_step`."""
+        return self._engine.evaluate(self._cut(inputs, denominator))
+
+    def hand_out(self, states: frozenset[tuple[str, str]], take: Callable[[Piece], None]) -> None:
+        """Give every piece of the wanted (parameter, state) pairs to `take`, which copies it."""
+
+        def drain(state: str, piece: ParameterPiece) -> None:
+            if (piece.parameter, state) in states:
+                take(
+                    Piece(
+                        parameter=piece.parameter,
+                        state=state,
+                        start=piece.start,
+                        values=piece.tensor,
+                    )
+                )
+
+        self._engine.save(drain)
+
+    def copy_parameters(self) -> dict[str, Tensor]:
+        """Copy all parameters, the exact ones where there are masters, in their shapes."""
+        exact = "master" if "master" in self.layout.dtypes else "param"
+        dtypes = {state: getattr(torch, name) for state, name in self.layout.dtypes.items()}
+        copies: dict[str, Tensor] = {}
+        for name, parameter in self.model.parameters.items():
+            dtype: torch.dtype = dtypes[exact if parameter.trainable else "param"]
+            copies[str(name)] = torch.empty(parameter.shape, dtype=dtype)
+        wanted = frozenset(
+            (str(name), exact if parameter.trainable else "param")
+            for name, parameter in self.model.parameters.items()
+        )
+
+        def take(piece: Piece) -> None:
+            flat = copies[piece.parameter].view(-1)
+            flat[piece.start : piece.start + piece.values.numel()].copy_(piece.values)
+
+        self.hand_out(wanted, take)
+        return copies
+
+    def close(self) -> None:
+        """Give all memory and the scratch space back."""
+        self._engine.close()
+
+    def _cut(self, inputs: Mapping[str, Tensor], denominator: float) -> list[dict[str, Tensor]]:
+        rows = self.plan.numerics.microbatch_rows.value
+        self._check_inputs(inputs)
+        divisor = torch.tensor(float(denominator), dtype=torch.float32)
+        return [
+            {
+                DENOMINATOR: divisor,
+                **{name: tensor[first : first + rows] for name, tensor in inputs.items()},
+            }
+            for first in range(0, self.global_rows, rows)
+        ]
+
+    def _check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
+        planned = {
+            str(value.id): value
+            for value in self.model.values.values()
+            if value.producer is None and value.id != DENOMINATOR
+        }
+        if set(inputs) != set(planned):
+            raise _other_batch(
+                f"it has {', '.join(sorted(inputs))}; planned were {', '.join(sorted(planned))}"
+            )
+        for name, value in planned.items():
+            found = tuple(inputs[name].shape)
+            wanted = (self.global_rows, *value.shape[1:])
+            if found != wanted:
+                raise _other_batch(f"{name} has shape {list(found)}, planned was {list(wanted)}")
+            dtype = str(inputs[name].dtype).removeprefix("torch.")
+            if dtype != value.dtype:
+                raise _other_batch(f"{name} is {dtype}, planned was {value.dtype}")
+
+
+def _check_optimizer(plan: Plan, optimizer: Optimizer, max_grad_norm: float | None) -> None:
+    planned = plan.optimizer
+    name = type(optimizer).__name__.lower()
+    if planned.name != name or planned.states != optimizer.state_names:
+        raise InputError(
+            f"the plan is for {planned.name} with states {', '.join(planned.states) or 'none'},"
+            f" this is {name} with {', '.join(optimizer.state_names) or 'none'}",
+            where="optimizer",
+            fix="make the plan again for this optimizer",
+        )
+    if planned.clips != (max_grad_norm is not None):
+        raise InputError(
+            f"the plan {'clips' if planned.clips else 'does not clip'} gradients, but"
+            f" max_grad_norm is {max_grad_norm}",
+            where="max_grad_norm",
+            fix="make the plan again with this setting",
+        )
+
+
+def _other_batch(what: str) -> InputError:
+    return InputError(
+        f"the batch is not the planned one: {what}",
+        where="batch",
+        fix="give batches of the planned shape, or make a plan for this one",
+    )
+
+
+def _not_finite(what: str, value: float, step: int, place: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"the {what} became {value} in step {step}",
+        where=f"step {step}, {place}",
+        fix="lower learning_rate, lengthen warmup_steps, set max_grad_norm: 1.0, or look at the"
+        " rows of this batch;\nthe last checkpoint is from before",
+    )
