@@ -138,7 +138,7 @@ def test_a_backward_also_moves_its_gradients():
         (Export(buffer="param/0"), 200 + 4000),
         (ADAMW, 10_000),
         (SGD, 4286),
-        (SegmentNorm(chunk=ChunkId(0), reads=("grad/0",), writes=(), workspace_bytes=0), 3600),
+        (SegmentNorm(chunk=ChunkId(0), reads=("grad/0",), writes=(), workspace_bytes=0), 1600),
         (GradNorm(reads=("norm/0",), writes=("norm",)), 8),
         (Feed(microbatch=0, writes=("value/input_ids@0",)), 64),
         (Emit(buffer="norm"), 0),

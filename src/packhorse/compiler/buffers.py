@@ -39,7 +39,6 @@ DEVICE: Final = PoolId("device")
 CHUNKS: Final = PoolId("chunks")
 HEAP: Final = PoolId("heap")
 NORM_BYTES: Final = 8
-TIED_GRAD_ITEM_BYTES: Final = 4
 
 
 def state_pool(plan: Plan) -> PoolId:
@@ -167,7 +166,7 @@ def _activations(plan: Plan, model: Model, microbatch: int) -> Iterable[Buffer]:
         saved_bytes = model.bodies[block.body].saved_bytes
         yield _transient(plan, saved_id(block.id, microbatch), saved_bytes)
     for parameter in model.parameters.values():
-        size_bytes = parameter.num_elements * TIED_GRAD_ITEM_BYTES
+        size_bytes = parameter.num_elements * ITEM_BYTES[parameter.dtype]
         yield _transient(plan, tied_grad_id(parameter.name, microbatch), size_bytes)
 
 

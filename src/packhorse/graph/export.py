@@ -134,7 +134,9 @@ def export_module(
                 raise _explain(module, error) from error
             failure = error
             continue
-        parameters, inputs, kept = _read_signature(module, batch, graph, signature, constants, specs)
+        parameters, inputs, kept = _read_signature(
+            module, batch, graph, signature, constants, specs
+        )
         return Exported(
             graph=graph,
             parameters=parameters,
@@ -157,7 +159,11 @@ def _export(
 ) -> tuple[fx.Graph, torch.export.ExportGraphSignature, dict[str, Tensor]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     names = tuple(batch)
-    with _fake_weights(module, mode, compute_dtype), mode, trace_like_eager("position_ids" in batch):
+    with (
+        _fake_weights(module, mode, compute_dtype),
+        mode,
+        trace_like_eager("position_ids" in batch),
+    ):
         tensors = tuple(
             torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in batch.values()
         )

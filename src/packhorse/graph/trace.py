@@ -17,9 +17,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packhorse.errors import ModelError
+from packhorse.graph.code import BodyArguments, BodyCode, GradientFlow
 from packhorse.graph.export import DENOMINATOR, Exported
 from packhorse.graph.interpret import BlockInterpreter, find_loss_heads
-from packhorse.graph.joint import BodyArguments, BodyCode, GradientFlow, trace_body
+from packhorse.graph.joint import trace_body
 from packhorse.graph.split import Piece, split_graph
 from packhorse.model.spec import (
     Block,
@@ -110,8 +111,9 @@ class _Assembler:
         self.loss_name = pieces[-1].outputs[-1]
         with self.mode:
             self.parameters = {
-                name: torch.empty(spec.shape, dtype=_traced_dtype(spec.dtype, compute_dtype))
-                .requires_grad_(spec.trainable)
+                name: torch.empty(
+                    spec.shape, dtype=_traced_dtype(spec.dtype, compute_dtype)
+                ).requires_grad_(spec.trainable)
                 for name, spec in exported.specs.items()
             }
             self.step_inputs = {
@@ -176,9 +178,7 @@ class _Assembler:
         for index in reversed(range(len(self.pieces))):
             piece, args = self.pieces[index], arguments[index]
             steps = args.num_step_inputs
-            loss = (
-                piece.outputs.index(self.loss_name) if self.loss_name in piece.outputs else None
-            )
+            loss = piece.outputs.index(self.loss_name) if self.loss_name in piece.outputs else None
             flow = GradientFlow(
                 tangents=tuple(name in reached_values for name in piece.outputs),
                 input_roots=(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from packhorse.errors import AuditError
-from packhorse.graph.joint import BackwardCode, BodyCode
+from packhorse.graph.code import BackwardCode, BackwardVariant, BodyCode
 from packhorse.graph.trace import Traced
-from packhorse.model.spec import Block, BlockId
+from packhorse.model.spec import Block, BlockId, ValueId
 from packhorse.program.buffers import (
     BufferId,
     Layout,
@@ -72,7 +72,9 @@ class BodyRunner:
             written[saved_id(task.block, task.microbatch)] = tuple(results[code.num_outputs :])
         return written
 
-    def recompute(self, task: Recompute, visible: Visible, key: NoiseKey) -> dict[BufferId, Payload]:
+    def recompute(
+        self, task: Recompute, visible: Visible, key: NoiseKey
+    ) -> dict[BufferId, Payload]:
         """Run a forward again for its saved values."""
         block, code = self._block(task.block)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
@@ -84,19 +86,19 @@ class BodyRunner:
         block, code = self._block(task.block)
         backward = code.backward
         assert backward is not None, f"block {block.name} has no backward"
-        microbatch = task.microbatch
-        first = self._is_first(task)
-        arguments = self._backward_arguments(block, code, backward, task, visible)
-        results = (backward.write if first else backward.add)(*arguments)
-        return self._name_results(block, code, backward, results, microbatch)
+        variant = backward.first if task.microbatch == 0 else backward.later
+        arguments = self._backward_arguments(block, code, backward, variant, task, visible)
+        results = variant.graph(*arguments)
+        places = _input_names(block, code)
+        names = [value_grad_id(places[i], task.microbatch) for i in backward.input_grads]
+        names += [
+            tied_grad_id(block.parameters[i], task.microbatch) for i in variant.parameter_grads
+        ]
+        return {name: (tensor,) for name, tensor in zip(names, results, strict=True)}
 
     def _block(self, index: int) -> tuple[Block, BodyCode]:
         block = self._traced.model.blocks[index]
         return block, self._traced.code[block.body]
-
-    def _is_first(self, task: Backward) -> bool:
-        """Micro-batch 0 writes gradients, later ones add."""
-        return task.microbatch == 0
 
     def _forward_arguments(
         self, block: Block, microbatch: int, reads: Sequence[BufferId], visible: Visible
@@ -105,7 +107,7 @@ class BodyRunner:
         for chunks in own.param_chunks:
             _require(chunks, reads, block)
         code = self._traced.code[block.body]
-        places = {position: name for position, name in zip(code.used_inputs, block.inputs, strict=True)}
+        places = _input_names(block, code)
         inputs = [
             visible[value_id(places[i], microbatch)][0] if i in places else _UNUSED
             for i in range(code.num_inputs)
@@ -117,16 +119,17 @@ class BodyRunner:
         block: Block,
         code: BodyCode,
         backward: BackwardCode,
+        variant: BackwardVariant,
         task: Backward,
         visible: Visible,
     ) -> list[Tensor]:
         own = self._arguments[block.id]
         microbatch = task.microbatch
         saved = visible.get(saved_id(block.id, microbatch), ())
-        places = {position: name for position, name in zip(code.used_inputs, block.inputs, strict=True)}
+        places = _input_names(block, code)
         for index in backward.parameters:
             _require(own.param_chunks[index], task.reads, block)
-        for index in backward.sinks:
+        for index in variant.sinks:
             _require(own.grad_chunks[index], task.writes, block)
         constants = self._traced.constants[block.id]
         return [
@@ -139,23 +142,10 @@ class BodyRunner:
             *(visible[value_grad_id(places[i], microbatch)][0] for i in backward.input_roots),
             *(
                 visible[tied_grad_id(block.parameters[i], microbatch)][0]
-                for i in backward.parameter_roots
+                for i in variant.parameter_roots
             ),
-            *(own.sinks[index] for index in backward.sinks),
+            *(own.sinks[index] for index in variant.sinks),
         ]
-
-    def _name_results(
-        self,
-        block: Block,
-        code: BodyCode,
-        backward: BackwardCode,
-        results: Sequence[Tensor],
-        microbatch: int,
-    ) -> dict[BufferId, Payload]:
-        places = {position: name for position, name in zip(code.used_inputs, block.inputs, strict=True)}
-        names = [value_grad_id(places[i], microbatch) for i in backward.input_grads]
-        names += [tied_grad_id(block.parameters[i], microbatch) for i in backward.parameter_grads]
-        return {name: (tensor,) for name, tensor in zip(names, results, strict=True)}
 
     def _noise(self, block: BlockId, code: BodyCode, key: NoiseKey) -> list[Tensor]:
         ordinals = self._traced.noise_ordinals[block]
@@ -166,6 +156,11 @@ class BodyRunner:
 
 
 _UNUSED = torch.empty(0)
+
+
+def _input_names(block: Block, code: BodyCode) -> dict[int, ValueId]:
+    """Names of the inputs by their place among the body's arguments."""
+    return dict(zip(code.used_inputs, block.inputs, strict=True))
 
 
 def _require(chunks: Sequence[BufferId], declared: Sequence[BufferId], block: Block) -> None:
@@ -186,8 +181,10 @@ def _find_arguments(
         for index, name in enumerate(block.parameters)
         if traced.model.parameters[name].trainable
     }
+
     def ids(state: str) -> Callable[[str], tuple[BufferId, ...]]:
         return lambda name: tuple(state_id(state, c.id) for c in layout.chunks_of(name))
+
     param_ids, grad_ids = ids("param"), ids("grad")
     return _BlockArguments(
         parameters=tuple(memory.parameter("param", name) for name in block.parameters),

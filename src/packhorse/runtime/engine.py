@@ -119,7 +119,9 @@ class Engine:
             kind: prepare_program(program, proofs[kind]) for kind, program in programs.items()
         }
         buffers = {
-            buffer.id: buffer for program in programs.values() for buffer in program.buffers.values()
+            buffer.id: buffer
+            for program in programs.values()
+            for buffer in program.buffers.values()
         }
         self._disk = DiskTier(buffers, scratch)
         self._memory = ChunkMemory(self._layout)
@@ -228,9 +230,7 @@ class Engine:
         before = self._disk.counters
         outcome = self._run(kind, feeds=lambda m: feeds[m], noise=noise, update=update)
         moved = self._disk.counters.since(before)
-        losses = [
-            outcome.emitted[value_id(self._traced.model.loss, m)] for m in range(len(feeds))
-        ]
+        losses = [outcome.emitted[value_id(self._traced.model.loss, m)] for m in range(len(feeds))]
         total = losses[0]
         for loss in losses[1:]:
             total = total + loss
@@ -293,7 +293,9 @@ class Engine:
         update_shard(
             group,
             step=step,
-            learning_rate=learning_rate * scale if group.lr != self._optimizer.lr else learning_rate,
+            learning_rate=learning_rate * scale
+            if group.lr != self._optimizer.lr
+            else learning_rate,
             param=tensors["param"] if master is None else master,
             grad=tensors["grad"],
             states={name: tensors[name] for name in self._optimizer.state_names},

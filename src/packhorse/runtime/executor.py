@@ -415,6 +415,3 @@ class Executor:
             shared = any(key in held for key, _ in storages_of(tensor))
             if tensor.is_floating_point() and not shared:
                 tensor.fill_(float("nan"))
-
-
-

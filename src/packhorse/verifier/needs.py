@@ -47,7 +47,8 @@ class BlockNeeds:
 
     `value_grads_added` are inputs whose gradient a later user has begun. `running_begun`,
     `running_added` and `running_ended` are the tied parameters whose last, middle and first user
-    the block is; `gradients` are the chunks that its Backward adds to.
+    the block is; `gradients` are the chunks that its Backward adds to, `tied_gradients` those that
+    hold parameters whose running sum it begins or adds to: in micro-batch 0 that sum is in them.
     """
 
     parameters: frozenset[BufferId]
@@ -63,6 +64,11 @@ class BlockNeeds:
     running_added: tuple[str, ...]
     running_ended: tuple[str, ...]
     gradients: frozenset[BufferId]
+    tied_gradients: frozenset[BufferId]
+
+    def gradients_at(self, microbatch: int) -> frozenset[BufferId]:
+        """The chunks whose gradient its Backward of a micro-batch adds to."""
+        return self.gradients | self.tied_gradients if microbatch == 0 else self.gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +95,11 @@ class Needs:
             *(value_id(value, microbatch) for value in needs.backward_values),
             *(value_grad_id(value, microbatch) for value in needs.value_grads_read),
             *(value_grad_id(value, microbatch) for value in needs.value_grads_added),
-            *(tied_grad_id(name, microbatch) for name in needs.running_added),
-            *(tied_grad_id(name, microbatch) for name in needs.running_ended),
-            *(needs.gradients & begun),
+            *(needs.gradients_at(microbatch) & begun),
         }
+        if microbatch > 0:
+            running = (*needs.running_added, *needs.running_ended)
+            found.update(tied_grad_id(name, microbatch) for name in running)
         if needs.saves:
             found.add(saved_id(block, microbatch))
         return found
@@ -100,12 +107,14 @@ class Needs:
     def backward_writes(self, block: int, microbatch: int) -> set[BufferId]:
         """What Backward writes."""
         needs = self.blocks[block]
-        return {
+        found = {
             *(value_grad_id(value, microbatch) for value in needs.value_grads_written),
-            *(tied_grad_id(name, microbatch) for name in needs.running_begun),
-            *(tied_grad_id(name, microbatch) for name in needs.running_added),
-            *needs.gradients,
+            *needs.gradients_at(microbatch),
         }
+        if microbatch > 0:
+            running = (*needs.running_begun, *needs.running_added)
+            found.update(tied_grad_id(name, microbatch) for name in running)
+        return found
 
 
 def derive_needs(model: Model, layout: Layout) -> Needs:
@@ -156,10 +165,9 @@ def derive_sizes(model: Model, layout: Layout, num_microbatches: int) -> Mapping
         for block in model.blocks:
             sizes[saved_id(block.id, microbatch)] = model.body_of(block.id).saved_bytes
         for parameter in model.parameters.values():
-            if parameter.trainable and len(parameter.blocks) > 1 and "grad" in layout.dtypes:
-                item_bytes = ITEM_BYTES[layout.dtypes["grad"]]
+            if parameter.trainable and len(parameter.blocks) > 1:
                 name = tied_grad_id(parameter.name, microbatch)
-                sizes[name] = parameter.num_elements * item_bytes
+                sizes[name] = parameter.num_elements * ITEM_BYTES[parameter.dtype]
     return sizes
 
 
@@ -208,6 +216,7 @@ def _derive_block(
     added: list[str] = []
     ended: list[str] = []
     gradients: set[BufferId] = set()
+    tied: set[BufferId] = set()
     for name in dict.fromkeys(block.parameters):
         users = model.parameters[name].blocks
         if not model.parameters[name].trainable:
@@ -216,7 +225,9 @@ def _derive_block(
             gradients.update(state_id("grad", chunk) for chunk in chunks[name])
             if len(users) > 1:
                 ended.append(name)
-        elif block.id == users[-1]:
+            continue
+        tied.update(state_id("grad", chunk) for chunk in chunks[name])
+        if block.id == users[-1]:
             begun.append(name)
         else:
             added.append(name)
@@ -238,6 +249,7 @@ def _derive_block(
         running_added=tuple(added),
         running_ended=tuple(ended),
         gradients=frozenset(gradients),
+        tied_gradients=frozenset(tied),
     )
 
 

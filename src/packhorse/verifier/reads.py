@@ -67,7 +67,7 @@ def check_reads(outline: Outline) -> None:
                 _compare(
                     program, index, "write", task.writes, needs.backward_writes(block, microbatch)
                 )
-                begun |= needs.blocks[block].gradients
+                begun |= needs.blocks[block].gradients_at(microbatch)
                 body = model.body_of(model.blocks[block].id)
                 _check_workspace(program, index, body.backward_workspace_bytes)
             case SegmentNorm(chunk=chunk):

@@ -171,14 +171,15 @@ def _backward(
 def _parameter_grads(
     model: Model, parameter: Parameter, block: Block, chunks_of: ChunksOf, microbatch: int
 ) -> tuple[list[BufferId], list[BufferId]]:
-    # What is read beyond what is written, and what is written. The running gradient of a tied
-    # parameter goes to the chunk when its first user has added to it.
+    # What is read beyond what is written, and what is written. In the first micro-batch the chunk
+    # itself holds the running sum of a tied parameter; later it may hold earlier micro-batches, so
+    # the running sum is apart until the parameter's first user has added to it.
     users = [user for user in parameter.blocks if model.blocks[user].has_backward]
-    running = tied_grad_id(parameter.name, microbatch)
-    if len(users) > 1 and block.id != users[0]:
-        return [], [running]
     chunks = [state_id("grad", chunk) for chunk in chunks_of[parameter.name]]
-    return ([running] if len(users) > 1 else []), chunks
+    if len(users) == 1 or microbatch == 0:
+        return [], chunks
+    running = tied_grad_id(parameter.name, microbatch)
+    return ([running], chunks) if block.id == users[0] else ([], [running])
 
 
 def _saves(model: Model, block: BlockId) -> bool:

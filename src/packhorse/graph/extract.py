@@ -1,0 +1,63 @@
+"""Copy what some results need out of a graph.
+
+In: the nodes of a traced graph, its arguments and results. Out: a graph module of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from packhorse.graph.liveness import storages_of
+
+
+def extract_graph(
+    nodes: list[fx.Node], holders: list[fx.Node], results: list[fx.Node], inside: set[fx.Node]
+) -> fx.GraphModule:
+    """Copy what `results` need out of the joint graph; in-place writes to kept bytes come along."""
+    needed = closure_of(results, inside)
+    while True:
+        kept = _keys(needed)
+        writers = [
+            node
+            for node in nodes
+            if node in inside
+            and node not in needed
+            and _mutates(node)
+            and _keys([node.args[0]] if isinstance(node.args[0], fx.Node) else []) & kept
+        ]
+        if not writers:
+            break
+        needed |= closure_of(writers, inside)
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for holder in holders:
+        mapping[holder] = graph.placeholder(holder.name)
+        mapping[holder].meta = holder.meta
+    for node in nodes:
+        if node in needed:
+            mapping[node] = graph.node_copy(node, lambda source: mapping[source])
+    output = graph.output([mapping[node] for node in results])
+    output.meta = {}
+    return fx.GraphModule({}, graph)
+
+
+def closure_of(results: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    needed: set[fx.Node] = set()
+    pending = [node for node in results if node in inside]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += [source for source in node.all_input_nodes if source in inside]
+    return needed
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _keys(nodes: Iterable[fx.Node]) -> frozenset[int]:
+    return frozenset(key for node in nodes for key, _ in storages_of(node.meta.get("val")))
