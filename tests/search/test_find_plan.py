@@ -10,91 +10,28 @@ from packhorse.verifier.verify import verify_program
 
 from packhorse.compiler.lower import lower_plan
 from packhorse.errors import DoesNotFitError, RecipeError
-from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
+from packhorse.machine.spec import Link, Tier
 from packhorse.plan.pins import read_pins
-from packhorse.plan.spec import OptimizerPlan
-from packhorse.profile.analytic import estimate_profile
 from packhorse.program.buffers import PAGE_BYTES
 from packhorse.search.evaluation import Evaluator
 from packhorse.search.prediction import predict_plan
-from packhorse.search.search import find_plan, smallest_plan
+from packhorse.search.search import smallest_plan
 from packhorse.search.settings import list_settings
-from packhorse.search.space import Arithmetic, Candidate, Problem
+from packhorse.search.space import Problem
 from packhorse.simulator.costs import TaskCosts
 from packhorse.simulator.engine import simulate_program
-from tests.support.models import make_model
-
-ARITHMETIC = Arithmetic(
-    compute_dtype="float32",
-    tied_sum="per_microbatch",
-    attention="causal",
-    num_threads=1,
-    device="cpu",
-    num_workers=1,
+from tests.search.toy_search import (
+    ADAMW,
+    ARITHMETIC,
+    HUGE,
+    SGD,
+    SMALL_CHUNKS,
+    away,
+    make_candidates,
+    make_machine,
+    need,
+    search,
 )
-ADAMW = OptimizerPlan(name="adamw", states=("exp_avg", "exp_avg_sq"), master=False, clips=True)
-SGD = OptimizerPlan(name="sgd", states=(), master=False, clips=False)
-HUGE = 1 << 40
-
-
-def make_machine(device_bytes=HUGE, disk_bytes=HUGE):
-    return Machine(
-        name="toy",
-        source="hand",
-        fingerprint="toy",
-        measured_at="never",
-        device="cpu",
-        num_cores=2,
-        num_threads=1,
-        bf16_native=False,
-        tiers=(
-            Tier(name="device", total_bytes=HUGE, budget_bytes=device_bytes),
-            Tier(name="disk", total_bytes=HUGE, budget_bytes=disk_bytes, path="scratch"),
-        ),
-        links=(
-            Link(source="device", target="disk", bytes_per_s=5e8, latency_ns=50_000),
-            Link(source="disk", target="device", bytes_per_s=1e9, latency_ns=20_000),
-        ),
-        matmul=(MatmulPoint(dtype="float32", size=512, flops_per_s=5e10),),
-        memory_bytes_per_s=1e10,
-        updates=(UpdateRate(tier="device", parameters_per_s=3e8),),
-        heap=Heap(map_cost=0.2, keep_slack=0.1),
-    )
-
-
-def make_candidates(rows=(1,), *, base_bytes=0, **options):
-    found = []
-    for count in rows:
-        model = make_model(rows=count, **{"hidden": 32, "vocabulary": 64, **options})
-        profile = replace(estimate_profile(model, make_machine()), base_bytes=base_bytes)
-        found.append(Candidate(model=model, profile=profile, loss_chunk_tokens=None))
-    return found
-
-
-def search(candidates, machine=None, *, total=2, optimizer=ADAMW, pins=None, how=find_plan):
-    return how(
-        candidates,
-        machine or make_machine(),
-        optimizer=optimizer,
-        arithmetic=ARITHMETIC,
-        global_batch_rows=total,
-        pins=read_pins(pins or {}),
-    )
-
-
-def need(plan):
-    return sum(plan.prediction.peak_bytes["device"].values())
-
-
-def away(plan):
-    tiers = {"parameters": 0, "gradients": 0, "optimizer": 0}
-    for chunk in plan.chunks:
-        for state in tiers:
-            tiers[state] += getattr(chunk, state).value == "disk"
-    return tiers
-
-
-SMALL_CHUNKS = {"chunk_bytes": 8192}
 
 
 def test_all_stays_when_it_fits():
@@ -319,3 +256,51 @@ def test_a_plan_by_hand_is_predicted_too():
     assert prediction.scratch_bytes == prediction.disk_read_bytes > 0
     everything = search(candidates, pins={"parameters": "disk", "optimizer": "disk"})
     assert everything.prediction.bottleneck.startswith("disk: ")
+
+
+def test_a_pin_without_effect_is_refused():
+    with pytest.raises(RecipeError, match="used up where it arises"):
+        search(make_candidates(), total=1, optimizer=SGD, pins={"gradients": "disk"})
+    plan = search(make_candidates(), total=2, optimizer=SGD, pins={"gradients": "disk"})
+    assert away(plan)["gradients"] == len(plan.chunks)
+
+
+def test_without_a_disk_only_recompute_saves_memory():
+    machine = make_machine()
+    machine = replace(machine, tiers=machine.tiers[:1], links=())
+    candidates = make_candidates(length=256, num_layers=3)
+    least = search(candidates, machine, how=smallest_plan)
+    assert away(least) == {"parameters": 0, "gradients": 0, "optimizer": 0}
+    assert "recompute" in {block.activations.value for block in least.blocks}
+    assert set(least.budget_bytes) == {"device"}
+
+
+def test_host_memory_is_taken_before_the_disk():
+    machine = make_machine()
+    host = Tier(name="host", total_bytes=HUGE, budget_bytes=100_000)
+    fast = [
+        Link(source=source, target=target, bytes_per_s=1e10, latency_ns=1000)
+        for source, target in (("device", "host"), ("host", "device"))
+    ]
+    machine = replace(machine, tiers=(*machine.tiers, host), links=(*machine.links, *fast))
+    candidates = make_candidates(length=64, num_layers=4)
+    plan = search(candidates, machine, pins=SMALL_CHUNKS, how=smallest_plan)
+    tiers = {c.value for k in plan.chunks for c in (k.parameters, k.gradients, k.optimizer)}
+    assert {"host", "disk"} <= tiers
+    assert plan.budget_bytes["host"] <= 104_000
+    device = plan.budget_bytes["device"]
+    only_disk = search(candidates, pins=SMALL_CHUNKS, how=smallest_plan)
+    assert device <= only_disk.budget_bytes["device"]
+    tight = tuple(
+        replace(t, budget_bytes=device) if t.name == "device" else t for t in machine.tiers
+    )
+    found = search(candidates, replace(machine, tiers=tight), pins=SMALL_CHUNKS)
+    assert found.prediction.step_ns < only_disk.prediction.step_ns
+    assert found.prediction.time_ns["copy_in"] > 0
+
+
+def test_nothing_is_printed(capfd):
+    candidates = make_candidates(length=64, num_layers=3)
+    search(candidates, how=smallest_plan)
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""

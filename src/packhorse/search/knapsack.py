@@ -138,6 +138,9 @@ def _solve(
 ) -> tuple[bool, ...] | None:
     # Loading the solver takes a third of a second, so only who searches pays for it.
     import highspy
+    from highspy._core import (
+        _Highs,  # pyright: ignore[reportPrivateUsage] the public subclass prints a banner
+    )
 
     num_moves, num_pools = len(sketch.setting.moves), len(floors)
     unit_bytes = max(float(sketch.used_bytes.max()), 1.0) / SCALE
@@ -169,7 +172,7 @@ def _solve(
     program.a_matrix_.start_ = np.concatenate([[0], np.cumsum(filled.sum(axis=1))]).astype(np.int32)
     program.a_matrix_.index_ = np.nonzero(filled)[1].astype(np.int32)
     program.a_matrix_.value_ = rows.matrix[filled]
-    solver = highspy.Highs()
+    solver = _Highs()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)

@@ -38,8 +38,7 @@ def predict_plan(plan: Plan, model: Model, profile: Profile, machine: Machine) -
     """
     count = plan.numerics.num_microbatches
     short = replace(
-        plan,
-        budget_bytes=dict.fromkeys(("device", *AWAY), UNLIMITED_BYTES),
+        _without_limits(plan),
         numerics=replace(plan.numerics, num_microbatches=min(count, MODEL_MICROBATCHES)),
     )
     program = lower_plan(short, model, "train_step")
@@ -64,6 +63,32 @@ def predict_plan(plan: Plan, model: Model, profile: Profile, machine: Machine) -
         scratch_bytes=sum(peaks.get("disk", {}).values()),
         bottleneck=_name_bottleneck(time_ns, moved),
     )
+
+
+def predict_evaluation_ns(
+    plan: Plan, model: Model, profile: Profile, machine: Machine, num_microbatches: int
+) -> int:
+    """Predict how long the evaluation of so many micro-batches takes.
+
+    Raises:
+        MismatchError: the plan or profile belongs to another model.
+    """
+    program = lower_plan(
+        _without_limits(plan),
+        model,
+        "evaluate",
+        eval_microbatches=min(num_microbatches, MODEL_MICROBATCHES),
+    )
+    costs = TaskCosts(
+        machine=machine, profile=profile, model=model, program=program, heap=plan.heap.value
+    )
+    weights = weights_of(program.tasks, num_microbatches)
+    timeline = simulate_program(program, costs=costs)
+    return sum(span.duration_ns * weights[span.index] for span in timeline.spans)
+
+
+def _without_limits(plan: Plan) -> Plan:
+    return replace(plan, budget_bytes=dict.fromkeys(("device", *AWAY), UNLIMITED_BYTES))
 
 
 def time_cause(task: Task) -> str:

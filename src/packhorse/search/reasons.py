@@ -8,6 +8,7 @@ nothing to choose, the reason says so.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from packhorse.search.evaluation import Evaluation
 from packhorse.search.sketch import Sketch
 from packhorse.search.space import Problem
 from packhorse.units import format_bytes, format_ns, format_percent
+
+LEAST_SHARE: Final = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,7 @@ class Reasons:
             if not setting.model.body_of(block.id).saved_bytes:
                 return "saves nothing for its backward"
             return "its backward follows its forward, so keeping costs no memory"
-        return self._move(column, taken="recomputing", free="recomputing", value=value)
+        return self._move(column, "recomputing", value)
 
     def _tier(self, kind: str, index: int, value: str) -> str:
         setting = self.evaluation.setting
@@ -110,21 +113,22 @@ class Reasons:
         column = columns[0] if taken is None else taken
         tier: TierName = setting.moves[column].tier
         away = f"keeping it on {tier}"
-        return self._move(column, taken=away, free=away, value=value)
+        return self._move(column, away, value)
 
-    def _move(self, column: int, *, taken: str, free: str, value: str) -> str:
+    def _move(self, column: int, doing: str, value: str) -> str:
         cost_ns = float(self.sketch.cost_ns[column])
         saved = float(np.maximum(self.sketch.saved_bytes[:, :, column], 0).max())
-        share = format_percent(cost_ns / max(self.evaluation.step_ns, 1))
-        price = f"{format_ns(cost_ns)} a step ({share})"
+        share = cost_ns / max(self.evaluation.step_ns, 1)
+        part = format_percent(share) if share >= LEAST_SHARE else "under 0.1 %"
+        price = f"{format_ns(cost_ns)} a step ({part})"
         if self.evaluation.taken[column]:
             return (
-                f"{taken} frees {format_bytes(saved)} and costs {price}; "
+                f"{doing} frees {format_bytes(saved)} and costs {price}; "
                 f"{format_bytes(self.left_bytes)} of {format_bytes(self.budget_bytes)} are left"
             )
         if not any(self.evaluation.taken):
-            return f"fits: {format_bytes(self.left_bytes)} are left; {free} would cost {price}"
-        return f"{value}: {free} would free {format_bytes(saved)} and cost {price}"
+            return f"fits: {format_bytes(self.left_bytes)} are left; {doing} would cost {price}"
+        return f"{value}: {doing} would free {format_bytes(saved)} and cost {price}"
 
     def _column(self, kind: str, index: int, tier: TierName) -> int | None:
         for column, move in enumerate(self.evaluation.setting.moves):

@@ -118,6 +118,14 @@ def _check_pins(problem: Problem, candidates: Sequence[Candidate]) -> None:
                     where=f"recipe: plan.{state}",
                     fix=f"pin to {_join(there)}, or grant a budget for {tier}",
                 )
+    is_whole = all(c.model.rows == problem.global_batch_rows for c in candidates)
+    if pins.gradients and is_whole and not problem.optimizer.clips:
+        raise RecipeError(
+            "gradients are pinned to a tier, but none is kept: without clipping and with one "
+            "micro-batch each is used up where it arises",
+            where="recipe: plan.gradients",
+            fix="leave it out",
+        )
     traced = {
         "compute_dtype": (pins.compute_dtype, arithmetic.compute_dtype),
         "attention": (pins.attention, arithmetic.attention),

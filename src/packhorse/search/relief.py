@@ -1,0 +1,171 @@
+"""What would make a plan faster: more memory, no clipping, another heap mode.
+
+In: a plan with its model, profile and machine. Out: `Relief`s, the one that saves most first. Each
+changes one kind of choice, keeps the rest, and is lowered and costed like the plan itself. Only
+those that really are faster are listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from packhorse.machine.spec import Machine, TierName
+from packhorse.model.spec import Model
+from packhorse.plan.pins import State
+from packhorse.plan.spec import Choice, ChunkPlan, Plan
+from packhorse.profile.spec import Profile
+from packhorse.search.prediction import predict_plan
+from packhorse.search.space import STATES
+from packhorse.units import format_bytes, format_ns, format_percent
+
+_NO_CLIPPING: Final = "no clipping (max_grad_norm: null)"
+_WORDS: Final[Mapping[State, str]] = {
+    "parameters": "the parameters",
+    "gradients": "the gradients",
+    "optimizer": "the optimizer states",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relief:
+    """One change: what it is, the budget it takes more (or less, below 0), the time it saves.
+
+    `share` is the part of the step that is saved. `changes_numbers` says that the loss curve would
+    be another one.
+    """
+
+    change: str
+    device_bytes: int
+    saved_ns: int
+    share: float
+    changes_numbers: bool
+
+    @property
+    def text(self) -> str:
+        """One line for a screen."""
+        more = "no more memory"
+        if self.device_bytes > 0:
+            more = f"{format_bytes(self.device_bytes)} more"
+        elif self.device_bytes < 0:
+            more = f"{format_bytes(-self.device_bytes)} less"
+        return (
+            f"{self.change}: {more} of the device, {format_ns(self.saved_ns)} "
+            f"({format_percent(self.share)}) less a step"
+        )
+
+
+def find_relief(plan: Plan, model: Model, profile: Profile, machine: Machine) -> tuple[Relief, ...]:
+    """List the single changes that make a plan faster, the most helpful first.
+
+    Raises:
+        MismatchError: the plan or profile belongs to another model.
+    """
+    now = predict_plan(plan, model, profile, machine)
+    need = sum(now.peak_bytes["device"].values())
+    found: list[Relief] = []
+    for words, changed in list_changes(plan, machine):
+        then = predict_plan(changed, model, profile, machine)
+        saved_ns = now.step_ns - then.step_ns
+        if saved_ns > 0:
+            found.append(
+                Relief(
+                    change=words,
+                    device_bytes=sum(then.peak_bytes["device"].values()) - need,
+                    saved_ns=saved_ns,
+                    share=saved_ns / now.step_ns,
+                    changes_numbers=changed.optimizer != plan.optimizer,
+                )
+            )
+    return tuple(sorted(found, key=lambda relief: -relief.saved_ns))
+
+
+def cost_of_clipping(plan: Plan, model: Model, profile: Profile, machine: Machine) -> Relief | None:
+    """What a step would save without clipping; None when the plan does not clip.
+
+    The saving may be 0 or less, for example where the update then interrupts the backward.
+    """
+    if not plan.optimizer.clips:
+        return None
+    now = predict_plan(plan, model, profile, machine)
+    then = predict_plan(_without_clipping(plan), model, profile, machine)
+    return Relief(
+        change=_NO_CLIPPING,
+        device_bytes=sum(then.peak_bytes["device"].values())
+        - sum(now.peak_bytes["device"].values()),
+        saved_ns=now.step_ns - then.step_ns,
+        share=(now.step_ns - then.step_ns) / now.step_ns,
+        changes_numbers=True,
+    )
+
+
+def list_changes(plan: Plan, machine: Machine) -> tuple[tuple[str, Plan], ...]:
+    """All single changes that could help, as words and the changed plan."""
+    changes: list[tuple[str, Plan]] = []
+    for state in STATES:
+        away = [i for i, chunk in enumerate(plan.chunks) if _tier(chunk, state) != "device"]
+        for count in _portions(len(away)):
+            words = f"{_WORDS[state]} of {_count(count, 'chunk')} stay on the device"
+            changes.append((words, _bring_back(plan, state, frozenset(away[:count]))))
+    again = [i for i, b in enumerate(plan.blocks) if b.activations.value == "recompute"]
+    for count in _portions(len(again)):
+        words = f"activations of {_count(count, 'block')} are kept instead of recomputed"
+        changes.append((words, _keep(plan, frozenset(again[:count]))))
+    if plan.heap.value == "map":
+        kept = replace(
+            plan, heap=replace(plan.heap, value="keep"), heap_slack=machine.heap.keep_slack
+        )
+        changes.append(("the heap keeps what is freed", kept))
+    if plan.optimizer.clips:
+        changes.append((_NO_CLIPPING, _without_clipping(plan)))
+    return tuple(changes)
+
+
+def _portions(count: int) -> tuple[int, ...]:
+    # All of them, and a quarter: a smaller step that a person may afford.
+    return tuple(sorted({max(count // 4, 1), count})) if count else ()
+
+
+def _count(count: int, noun: str) -> str:
+    return f"one {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _tier(chunk: ChunkPlan, state: State) -> TierName:
+    match state:
+        case "parameters":
+            return chunk.parameters.value
+        case "gradients":
+            return chunk.gradients.value
+        case "optimizer":
+            return chunk.optimizer.value
+
+
+def _bring_back(plan: Plan, state: State, indices: frozenset[int]) -> Plan:
+    here: Choice[TierName] = Choice(value="device", because="tried, to see what it would save")
+    chunks = list(plan.chunks)
+    for index in indices:
+        match state:
+            case "parameters":
+                chunks[index] = replace(chunks[index], parameters=here)
+            case "gradients":
+                chunks[index] = replace(chunks[index], gradients=here)
+            case "optimizer":
+                chunks[index] = replace(chunks[index], optimizer=here)
+    return replace(plan, chunks=tuple(chunks))
+
+
+def _keep(plan: Plan, indices: frozenset[int]) -> Plan:
+    return replace(
+        plan,
+        blocks=tuple(
+            replace(block, activations=replace(block.activations, value="keep"))
+            if index in indices
+            else block
+            for index, block in enumerate(plan.blocks)
+        ),
+    )
+
+
+def _without_clipping(plan: Plan) -> Plan:
+    return replace(plan, optimizer=replace(plan.optimizer, clips=False))
