@@ -112,6 +112,18 @@ class Session:
         numerics = self.plan.numerics
         return numerics.microbatch_rows.value * numerics.num_microbatches
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Size of the scratch file."""
+        return self._engine.scratch_bytes
+
+    @property
+    def step_flops(self) -> int:
+        """Operations of forward and backward of a whole batch, without what is recomputed."""
+        bodies = [self.model.body_of(block.id) for block in self.model.blocks]
+        once = sum(body.forward_flops + body.backward_flops for body in bodies)
+        return once * self.plan.numerics.num_microbatches
+
     def begin(self, weights: WeightSource) -> None:
         """Fill the parameters; optimizer states begin as zeros."""
 

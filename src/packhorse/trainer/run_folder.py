@@ -1,0 +1,243 @@
+"""The run folder: what lies in it, and whether a run may begin there.
+
+    recipe.yaml  machine.json  plan.json                resolved, at every start
+    timeline-predicted.json  timeline-measured.json
+    metrics.jsonl  logs/rank-0.log                      grow with the run
+    checkpoint-N/                                       as `checkpoint` writes them
+    config.json, model.safetensors, tokenizer ...       the model, at the end
+
+In: an output folder and how to begin. Out: where to resume from, or a refusal that names both ways
+out. metrics.jsonl never has a step twice: what lies beyond the resumed step is cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, TextIO, assert_never, cast
+
+from packhorse.checkpoint.folders import (
+    Skipped,
+    clean_leftovers,
+    find_checkpoints,
+    find_leftovers,
+    newest_complete,
+    verify_checkpoint,
+)
+from packhorse.errors import InputError
+from packhorse.storage.durable import write_durably
+from packhorse.storage.space import explain_failure
+
+RECIPE_NAME: Final = "recipe.yaml"
+MACHINE_NAME: Final = "machine.json"
+PLAN_NAME: Final = "plan.json"
+PREDICTED_NAME: Final = "timeline-predicted.json"
+MEASURED_NAME: Final = "timeline-measured.json"
+METRICS_NAME: Final = "metrics.jsonl"
+LOG_NAME: Final = "logs/rank-0.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFresh:
+    """Begin at step 1, only in a folder without state of an earlier run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeNewest:
+    """Resume from the newest complete checkpoint; without one, begin at step 1 or refuse."""
+
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeFrom:
+    """Resume from one checkpoint folder."""
+
+    path: Path
+
+
+Resume = StartFresh | ResumeNewest | ResumeFrom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Where a run begins: a verified checkpoint or None, and newer ones that cannot be used."""
+
+    checkpoint: Path | None
+    skipped: tuple[Skipped, ...]
+
+
+def read_resume(given: bool | str | Path | None, fallback: bool | str | None = None) -> Resume:
+    """Read `--resume [PATH]`, or else the recipe's `resume_from_checkpoint`.
+
+    Args:
+        given: the command line's: True without a path, None when it is absent.
+        fallback: the recipe's, whose `true` asks for a checkpoint that exists.
+    """
+    if given is True:
+        return ResumeNewest()
+    if given:
+        return ResumeFrom(path=Path(given))
+    if fallback is True:
+        return ResumeNewest(required=True)
+    return ResumeFrom(path=Path(fallback)) if fallback else StartFresh()
+
+
+def find_beginning(folder: Path, resume: Resume) -> Beginning:
+    """Decide where a run in `folder` begins. Changes nothing.
+
+    Raises:
+        InputError: a fresh start where there is state, or no checkpoint where one is asked for.
+        FileFormatError: the named checkpoint is damaged or cannot be resumed.
+    """
+    match resume:
+        case StartFresh():
+            _refuse_state(folder)
+            return Beginning(checkpoint=None, skipped=())
+        case ResumeNewest(required=required):
+            newest = newest_complete(folder)
+            if newest.path is None and required:
+                reasons = "\n".join(f"{s.path.name}: {s.reason}" for s in newest.skipped)
+                raise InputError(
+                    "there is no checkpoint to resume from",
+                    where="\n".join(filter(None, (str(folder), reasons))),
+                    fix="set resume_from_checkpoint: false, or use --resume, which then starts"
+                    " afresh",
+                )
+            return Beginning(checkpoint=newest.path, skipped=newest.skipped)
+        case ResumeFrom(path=path):
+            if not path.is_dir():
+                raise InputError(
+                    f"there is no checkpoint folder {path}",
+                    where="--resume",
+                    fix=f"have: {_list_names(folder)}",
+                )
+            verify_checkpoint(path)
+            return Beginning(checkpoint=path, skipped=())
+    assert_never(resume)
+
+
+def clear_leftovers(folder: Path) -> tuple[Path, ...]:
+    """Remove what an interrupted save left behind, and tell what it was."""
+    return clean_leftovers(folder)
+
+
+class RunFolder:
+    """An open run folder: writes its files, metrics and log.
+
+    Args:
+        finished_steps: steps that the run resumes after; later lines of metrics are cut off.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+
+    def __init__(self, path: Path, *, finished_steps: int) -> None:
+        self.path = path
+        log = path / LOG_NAME
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            _cut_metrics(path / METRICS_NAME, finished_steps)
+            self._metrics: TextIO = (path / METRICS_NAME).open("a", encoding="utf-8")
+            self._log: TextIO = log.open("a", encoding="utf-8")
+        except OSError as error:
+            raise explain_failure(error, path, "use the run folder") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def write_file(self, name: str, text: str) -> None:
+        """Replace one of the folder's files durably.
+
+        Raises:
+            StorageError: the disk is full or unwritable.
+        """
+        write_durably(self.path / name, text)
+
+    def write_metrics(self, metrics: Mapping[str, float | int | None]) -> None:
+        """Append a line to metrics.jsonl; it must have `step`.
+
+        Raises:
+            StorageError: the disk is full or unwritable.
+        """
+        clean = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
+        self._append(self._metrics, json.dumps(clean), METRICS_NAME)
+
+    def write_log(self, text: str) -> None:
+        """Append a line with the time to the log.
+
+        Raises:
+            StorageError: the disk is full or unwritable.
+        """
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._append(self._log, f"{stamp} {text}", LOG_NAME)
+
+    def close(self) -> None:
+        """Close metrics and log."""
+        self._metrics.close()
+        self._log.close()
+
+    def _append(self, file: TextIO, line: str, name: str) -> None:
+        try:
+            file.write(line + "\n")
+            file.flush()
+        except OSError as error:
+            raise explain_failure(error, self.path / name, f"append to {name}") from error
+
+
+def read_metrics(path: Path) -> tuple[Mapping[str, float | int | None], ...]:
+    """Read metrics.jsonl; a last line that a kill cut short is left out."""
+    lines: list[Mapping[str, float | int | None]] = []
+    if not path.is_file():
+        return ()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            content: object = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            lines.append(cast("dict[str, float | int | None]", content))  # as written here
+    return tuple(lines)
+
+
+def _cut_metrics(path: Path, finished_steps: int) -> None:
+    if not path.exists():
+        return
+    kept = [line for line in read_metrics(path) if (line.get("step") or 0) <= finished_steps]
+    if not finished_steps:
+        kept = []
+    write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def _refuse_state(folder: Path) -> None:
+    found = [*(p.name for p in find_checkpoints(folder)), *(p.name for p in find_leftovers(folder))]
+    if (folder / METRICS_NAME).exists():
+        found.append(METRICS_NAME)
+    if found:
+        raise InputError(
+            f"{folder} holds state of an earlier run: {', '.join(found[:4])}"
+            + (f" and {len(found) - 4} more" if len(found) > 4 else ""),
+            where=f"output_dir: {folder}",
+            fix="to continue it, add --resume;"
+            "\nto begin anew, choose another output_dir, or remove this one yourself",
+        )
+
+
+def _list_names(folder: Path) -> str:
+    return ", ".join(path.name for path in find_checkpoints(folder)) or "none"

@@ -1,0 +1,196 @@
+"""Saves of a run: checkpoints by step, and the model at the end.
+
+In: a session, what the run is made of, a step. Out: folders that `from_pretrained` loads; from a
+checkpoint any plan of the same model can resume bitwise. The model lies in its source's dtype.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from packhorse.checkpoint.folders import find_checkpoints
+from packhorse.checkpoint.json_values import JsonObject, JsonValue
+from packhorse.checkpoint.manifest import RunState
+from packhorse.checkpoint.save import (
+    SMALL_FILES_BYTES,
+    AddFiles,
+    CheckpointWriter,
+    ModelWriter,
+    copy_model_files,
+)
+from packhorse.checkpoint.tensor_plan import TensorPlan, plan_tensors
+from packhorse.errors import MismatchError
+from packhorse.plan.spec import Numerics, Plan
+from packhorse.storage.space import ensure_space
+from packhorse.trainer.model_sources import CONFIG_NAME
+from packhorse.trainer.preparation import PreparedRun
+from packhorse.trainer.session import Session
+
+
+class RunSaver:
+    """Saves one run.
+
+    Args:
+        dtypes: of the parameters at their source, by canonical name.
+    """
+
+    def __init__(
+        self, session: Session, prepared: PreparedRun, plan: Plan, dtypes: Mapping[str, str]
+    ) -> None:
+        self._session = session
+        self._prepared = prepared
+        self._plan = plan
+        self._tensors = plan_tensors(session.model, session.layout, saved_dtypes=dtypes)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint."""
+        model_only = self._prepared.recipe.save_only_model
+        kept = TensorPlan(model=self._tensors.model, optimizer=()) if model_only else self._tensors
+        return kept.file_bytes() + SMALL_FILES_BYTES
+
+    @property
+    def model_bytes(self) -> int:
+        """Size of the model at the end."""
+        return TensorPlan(model=self._tensors.model, optimizer=()).file_bytes() + SMALL_FILES_BYTES
+
+    def ensure_space(self, *, first_step: int, num_steps: int) -> None:
+        """Refuse a run whose checkpoints and final model will not fit on the disk.
+
+        Raises:
+            StorageError: with need and have.
+        """
+        recipe = self._prepared.recipe
+        num_saves = 0
+        if recipe.save_steps is not None:
+            num_saves = num_steps // recipe.save_steps - (first_step - 1) // recipe.save_steps
+            num_saves += bool(num_steps % recipe.save_steps)
+        there = len(find_checkpoints(recipe.run_folder))
+        limit = recipe.save_total_limit
+        # A new checkpoint is complete before the oldest one goes.
+        most = there + num_saves if limit is None else min(there + num_saves, limit + 1)
+        need_bytes = max(0, most - there) * self.checkpoint_bytes + self.model_bytes
+        ensure_space(recipe.run_folder, need_bytes, "what this run saves")
+
+    def save_checkpoint(self, step: int) -> Path:
+        """Save the state after `step` optimizer steps; blocks until it is on the disk.
+
+        Raises:
+            StorageError: the disk is full or fails; earlier checkpoints are untouched.
+        """
+        recipe = self._prepared.recipe
+        with CheckpointWriter(
+            recipe.run_folder,
+            self._describe_state(step),
+            self._tensors,
+            add_files=self._add_files(),
+            model_only=recipe.save_only_model,
+        ) as writer:
+            self._session.hand_out(writer.states, writer.write)
+            return writer.commit(save_total_limit=recipe.save_total_limit)
+
+    def save_model(self) -> Path:
+        """Save the model at the top of the run folder; blocks until it is on the disk.
+
+        Raises:
+            StorageError: the disk is full or fails.
+        """
+        folder = self._prepared.recipe.run_folder
+        with ModelWriter(folder, self._tensors, add_files=self._add_files()) as writer:
+            self._session.hand_out(writer.states, writer.write)
+            return writer.commit()
+
+    def check_state(self, state: RunState) -> tuple[str, ...]:
+        """Refuse a checkpoint of other data, seed or batch; say what else differs.
+
+        Raises:
+            MismatchError: the run would not continue where it stopped.
+        """
+        own = self._describe_state(state.step)
+        for name, theirs in state.data_position.items():
+            mine = own.data_position.get(name)
+            if name != "step" and mine != theirs:
+                raise MismatchError(
+                    f"the checkpoint's {name} is {theirs}, this run's is {mine}",
+                    where=f"checkpoint of step {state.step}",
+                    fix="use the data, the seed and the batch that the run began with, or begin a"
+                    " new run from the checkpoint's weights:\nname it as model_name_or_path",
+                )
+        if state.optimizer.get("name") != own.optimizer["name"]:
+            raise MismatchError(
+                f"the checkpoint is of {state.optimizer.get('name')}, this run uses"
+                f" {own.optimizer['name']}",
+                where="recipe: optim",
+                fix="resume with the same optimizer",
+            )
+        changed = [
+            f"{name} was {state.numerics.get(name)}, is {value}"
+            for name, value in own.numerics.items()
+            if state.numerics.get(name) != value
+        ]
+        if not changed:
+            return ()
+        return ("numerics differ from the checkpoint's, so bits may too: " + "; ".join(changed),)
+
+    def _describe_state(self, step: int) -> RunState:
+        prepared, numerics = self._prepared, self._plan.numerics
+        data = prepared.data
+        return RunState(
+            model=self._session.model.fingerprint,
+            step=step,
+            workers=numerics.num_workers,
+            data_position={
+                "step": step,
+                "seed": prepared.recipe.seed,
+                "global_batch_size": prepared.cut.global_rows,
+                "row_length": data.row_length,
+                "num_rows": data.train.order.num_rows,
+                "data": data.digest,
+            },
+            random={"seed": prepared.recipe.seed, "key": "seed, step, micro-batch, random node"},
+            numerics=_describe_numerics(numerics),
+            optimizer=_describe_optimizer(prepared),
+            trainer={"num_steps": data.num_steps, "model": prepared.recipe.model_name_or_path},
+        )
+
+    def _add_files(self) -> AddFiles:
+        source, tokenizer = self._prepared.source, self._prepared.data.tokenizer
+        has_own_tokenizer = self._prepared.recipe.tokenizer_name_or_path is not None
+
+        def add(target: Path) -> None:
+            if source.weights is not None:
+                copy_model_files(source.folder)(target)
+            else:
+                shutil.copyfile(source.config, target / CONFIG_NAME)
+            if tokenizer is not None and (has_own_tokenizer or source.weights is None):
+                tokenizer.inner.save_pretrained(str(target))
+
+        return add
+
+
+def _describe_numerics(numerics: Numerics) -> JsonObject:
+    return {
+        "microbatch_rows": numerics.microbatch_rows.value,
+        "num_microbatches": numerics.num_microbatches,
+        "num_workers": numerics.num_workers,
+        "compute_dtype": numerics.compute_dtype,
+        "loss_chunk_tokens": numerics.loss_chunk_tokens.value,
+        "tied_sum": numerics.tied_sum,
+        "attention": numerics.attention,
+        "num_threads": numerics.num_threads,
+        "device": numerics.device,
+    }
+
+
+def _describe_optimizer(prepared: PreparedRun) -> JsonObject:
+    recipe = prepared.recipe
+    described: dict[str, JsonValue] = {"name": recipe.optim, "weight_decay": recipe.weight_decay}
+    if recipe.optim == "sgd":
+        return {**described, "momentum": recipe.sgd_momentum}
+    return {
+        **described,
+        "betas": [recipe.adam_beta1, recipe.adam_beta2],
+        "eps": recipe.adam_epsilon,
+    }

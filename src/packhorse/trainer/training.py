@@ -1,0 +1,377 @@
+"""One training run: from a plan to a model on the disk.
+
+In: a prepared recipe, a plan with its traced model, a machine, how to begin, an observer. Out: a
+`TrainResult` and a run folder. Killed at any moment, the run resumes at its newest checkpoint and
+the curve is bitwise the same: batches, learning rates and random numbers are functions of the step.
+
+    for step in 1 .. num_steps:
+        train the step's batch; report it
+        evaluate and save when it is time; stop after a signal, saved
+    save the model
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from packhorse.checkpoint.resume import SavedRun
+from packhorse.errors import DataError, InputError, StoppedError
+from packhorse.graph.trace import Traced
+from packhorse.machine.files import format_machine
+from packhorse.machine.spec import Machine
+from packhorse.optim.schedules import learning_rate_at
+from packhorse.plan.files import format_plan
+from packhorse.plan.spec import Plan
+from packhorse.runtime.engine import StepResult
+from packhorse.runtime.memory.heap import trim_heap
+from packhorse.timeline.files import format_timeline
+from packhorse.timeline.spec import Timeline
+from packhorse.trainer.observer import (
+    EvaluationReport,
+    Observer,
+    RunStart,
+    SilentObserver,
+    StepReport,
+    TrainResult,
+)
+from packhorse.trainer.preparation import PreparedRun, trace_for_plan
+from packhorse.trainer.recipe_files import format_recipe
+from packhorse.trainer.reporters import MetricsReporter, open_reporters
+from packhorse.trainer.run_data import model_inputs
+from packhorse.trainer.run_folder import (
+    MACHINE_NAME,
+    MEASURED_NAME,
+    PLAN_NAME,
+    PREDICTED_NAME,
+    RECIPE_NAME,
+    Resume,
+    RunFolder,
+    StartFresh,
+    clear_leftovers,
+    find_beginning,
+)
+from packhorse.trainer.saving import RunSaver
+from packhorse.trainer.session import Session
+from packhorse.trainer.stop_signals import StopSignals
+from packhorse.units import GIB, format_bytes, format_ns
+
+# The first step of a process still warms up; the second is the one to compare with the prediction.
+_TYPICAL_STEP: Final = 2
+
+
+def train(
+    prepared: PreparedRun,
+    *,
+    plan: Plan,
+    machine: Machine,
+    traced: Traced | None = None,
+    predicted: Timeline | None = None,
+    resume: Resume = StartFresh(),  # noqa: B008 a frozen value
+    observer: Observer | None = None,
+    audit: bool = False,
+) -> TrainResult:
+    """Run a recipe under a plan.
+
+    Args:
+        prepared: from `prepare_run`.
+        plan: for this model, batch and machine.
+        machine: its disk tier names the scratch folder.
+        traced: the model as the plan says; traced here when absent.
+        predicted: what the plan promises of a step, for the run folder.
+        resume: where to begin.
+        observer: who watches.
+        audit: check every task against what it declares (slow).
+
+    Raises:
+        InputError: the folder holds state and the start is fresh, there is nothing to resume, or
+            the plan is for something else.
+        StorageError: what the run saves will not fit on the disk, or the disk fails.
+        NonFiniteError: a loss or gradient is NaN or infinite.
+        StoppedError: a signal came; the state was saved.
+    """
+    recipe = prepared.recipe
+    # Before anything that takes long: may this run begin here?
+    beginning = find_beginning(recipe.run_folder, resume)
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        reporters = open_reporters(recipe)
+        for reporter in reporters:
+            stack.callback(reporter.close)
+        disk = machine.tier("disk")
+        session = stack.enter_context(
+            Session(
+                trace_for_plan(prepared, plan) if traced is None else traced,
+                plan,
+                optimizer=prepared.optimizer,
+                max_grad_norm=recipe.max_grad_norm,
+                seed=recipe.seed,
+                scratch=None if disk is None or disk.path is None else Path(disk.path),
+                audit=audit,
+            )
+        )
+        weights = prepared.open_weights()
+        stack.callback(weights.close)
+        saver = RunSaver(session, prepared, plan, weights.dtypes)
+        finished, notes = 0, [f"{s.path.name} is skipped: {s.reason}" for s in beginning.skipped]
+        watcher = observer or SilentObserver()
+        watcher.progressed("loading", 0, None)
+        if beginning.checkpoint is not None:
+            with SavedRun(beginning.checkpoint, checksums=False) as saved:
+                notes += saver.check_state(saved.run)
+                session.resume(saved)
+                finished = saved.run.step
+            notes.append(f"resumed from {beginning.checkpoint} after step {finished}")
+        else:
+            if not isinstance(resume, StartFresh):
+                notes.append("there is no checkpoint to resume from, so the run begins at step 1")
+            session.begin(weights)
+        weights.close()
+        trim_heap()
+        folder = stack.enter_context(RunFolder(recipe.run_folder, finished_steps=finished))
+        notes += [
+            f"removed what an interrupted save left: {p.name}" for p in clear_leftovers(folder.path)
+        ]
+        saver.ensure_space(first_step=finished + 1, num_steps=prepared.data.num_steps)
+        folder.write_file(RECIPE_NAME, format_recipe(recipe))
+        folder.write_file(MACHINE_NAME, format_machine(machine))
+        folder.write_file(PLAN_NAME, format_plan(plan))
+        if predicted is not None:
+            folder.write_file(PREDICTED_NAME, format_timeline(predicted))
+        run = _Run(
+            prepared=prepared,
+            session=session,
+            saver=saver,
+            folder=folder,
+            reporters=reporters,
+            observer=watcher,
+            signals=signals,
+            peak_flops_per_s=_peak_rate(machine, plan),
+            resumed_from=beginning.checkpoint,
+        )
+        for text in notes:
+            run.note(text)
+        return run.go(finished)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    prepared: PreparedRun
+    session: Session
+    saver: RunSaver
+    folder: RunFolder
+    reporters: tuple[MetricsReporter, ...]
+    observer: Observer
+    signals: StopSignals
+    peak_flops_per_s: float
+    resumed_from: Path | None
+
+    def go(self, finished: int) -> TrainResult:
+        recipe, data = self.prepared.recipe, self.prepared.data
+        num_steps = data.num_steps
+        if finished > num_steps:
+            raise InputError(
+                f"the checkpoint is after step {finished}, but the run has {num_steps} steps",
+                where="recipe: max_steps, num_train_epochs",
+                fix="raise them, or resume from an earlier checkpoint: --resume PATH",
+            )
+        began = time.monotonic()
+        self._announce(finished)
+        loss: float | None = None
+        eval_loss: float | None = None
+        saved_step = finished if self.resumed_from is not None else None
+        for step in range(finished + 1, num_steps + 1):
+            report = self._train_step(step, num_in_process=step - finished)
+            loss = report.loss
+            last = step == num_steps
+            if data.evaluation is not None and (last or _is_due(step, recipe.eval_steps)):
+                eval_loss = self._evaluate(step)
+            if recipe.save_steps is not None and (last or _is_due(step, recipe.save_steps)):
+                self._save_checkpoint(step)
+                saved_step = step
+            if self.signals.name is not None and not last:
+                raise self._stop(step, saved_step)
+        begin_save = time.monotonic()
+        self.saver.save_model()
+        self._tell_saved(self.folder.path, time.monotonic() - begin_save)
+        result = TrainResult(
+            num_steps=num_steps,
+            loss=loss,
+            eval_loss=eval_loss,
+            output_dir=self.folder.path,
+            resumed_from=self.resumed_from,
+            wall_s=time.monotonic() - began,
+        )
+        self.folder.write_log(f"finished after step {num_steps}")
+        self.observer.finished(result)
+        return result
+
+    def note(self, text: str) -> None:
+        self.folder.write_log(text)
+        self.observer.noted(text)
+
+    def _announce(self, finished: int) -> None:
+        data = self.prepared.data
+        start = RunStart(
+            first_step=finished + 1,
+            num_steps=data.num_steps,
+            steps_per_epoch=data.steps_per_epoch,
+            global_rows=self.prepared.cut.global_rows,
+            row_length=data.row_length,
+            resumed_from=self.resumed_from,
+            scratch_bytes=self.session.scratch_bytes,
+            checkpoint_bytes=self.saver.checkpoint_bytes,
+        )
+        self.folder.write_log(
+            f"steps {start.first_step} to {start.num_steps}, {start.global_rows} rows of"
+            f" {start.row_length} tokens, scratch {format_bytes(start.scratch_bytes)}, checkpoint"
+            f" {format_bytes(start.checkpoint_bytes)}"
+        )
+        self.observer.started(start)
+
+    def _train_step(self, step: int, *, num_in_process: int) -> StepReport:
+        recipe, data = self.prepared.recipe, self.prepared.data
+        batch = data.train.batch(step - 1)
+        if not batch.num_items:
+            raise DataError(
+                f"the batch of step {step} has no label to learn from",
+                where=f"step {step}",
+                fix="raise max_length or global_batch_size, or check the data with"
+                " `packhorse data RECIPE --show 3`",
+            )
+        learning_rate = learning_rate_at(
+            step - 1,
+            base=recipe.learning_rate,
+            kind=recipe.lr_scheduler_type,
+            warmup_steps=recipe.warmup_steps,
+            total_steps=data.num_steps,
+        )
+        begin_ns = time.perf_counter_ns()
+        result = self.session.train_step(
+            model_inputs(batch),
+            denominator=batch.num_items,
+            step=step,
+            learning_rate=learning_rate,
+        )
+        step_s = (time.perf_counter_ns() - begin_ns) / 1e9
+        report = StepReport(
+            step=step,
+            epoch=step / data.steps_per_epoch,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            learning_rate=learning_rate,
+            step_s=step_s,
+            tokens_per_second=batch.num_tokens / step_s,
+            mfu=self.session.step_flops / step_s / self.peak_flops_per_s,
+            peak_bytes=self._peaks(result),
+            disk_read_bytes=result.disk_read_bytes,
+            disk_written_bytes=result.disk_written_bytes,
+        )
+        self._report_step(report)
+        if num_in_process <= _TYPICAL_STEP:
+            self.folder.write_file(MEASURED_NAME, format_timeline(result.timeline))
+        return report
+
+    def _report_step(self, report: StepReport) -> None:
+        metrics: dict[str, float | int | None] = {
+            "step": report.step,
+            "epoch": report.epoch,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "learning_rate": report.learning_rate,
+            "tokens_per_second": report.tokens_per_second,
+            "mfu": report.mfu,
+        }
+        metrics |= {f"{tier}_gib": peak / GIB for tier, peak in report.peak_bytes.items()}
+        metrics["disk_read_gib"] = report.disk_read_bytes / GIB
+        metrics["disk_written_gib"] = report.disk_written_bytes / GIB
+        self._write_metrics(report.step, metrics)
+        if _is_due(report.step, self.prepared.recipe.logging_steps):
+            norm = "" if report.grad_norm is None else f" grad_norm {report.grad_norm:.4g}"
+            self.folder.write_log(
+                f"step {report.step} loss {report.loss:.6g}{norm} learning_rate"
+                f" {report.learning_rate:.4g} {format_ns(report.step_s * 1e9)}"
+                f" {report.tokens_per_second:.0f} tokens/s"
+            )
+        self.observer.stepped(report)
+
+    def _evaluate(self, step: int) -> float:
+        """Give the mean loss of all label tokens; batch after batch, nothing is kept of them."""
+        batches = self.prepared.data.evaluation
+        assert batches is not None
+        begin = time.monotonic()
+        total, num_items = 0.0, 0
+        for index in range(batches.steps_per_epoch):
+            self.observer.progressed("evaluating", index, batches.steps_per_epoch)
+            batch = batches.batch(index)
+            # Divided by one: the sum over the batch, which a mean of means would get wrong.
+            total += self.session.evaluate(model_inputs(batch), denominator=1).loss
+            num_items += batch.num_items
+        if not num_items:
+            raise DataError(
+                "the evaluation data has no label to learn from",
+                where="recipe: eval_data",
+                fix="check it with `packhorse data RECIPE --show 3`",
+            )
+        report = EvaluationReport(
+            step=step,
+            epoch=step / self.prepared.data.steps_per_epoch,
+            eval_loss=total / num_items,
+            eval_s=time.monotonic() - begin,
+        )
+        self._write_metrics(
+            step, {"step": step, "epoch": report.epoch, "eval_loss": report.eval_loss}
+        )
+        self.folder.write_log(f"step {step} eval_loss {report.eval_loss:.6g}")
+        self.observer.evaluated(report)
+        return report.eval_loss
+
+    def _save_checkpoint(self, step: int) -> None:
+        begin = time.monotonic()
+        self.observer.progressed("saving", step, None)
+        self._tell_saved(self.saver.save_checkpoint(step), time.monotonic() - begin)
+
+    def _tell_saved(self, path: Path, save_s: float) -> None:
+        self.folder.write_log(f"saved {path} in {format_ns(save_s * 1e9)}")
+        self.observer.saved(path, save_s)
+
+    def _stop(self, step: int, saved_step: int | None) -> StoppedError:
+        recipe = self.prepared.recipe
+        if saved_step != step:
+            self._save_checkpoint(step)
+        self.folder.write_log(f"stopped by {self.signals.name} after step {step}")
+        fix = "packhorse train RECIPE --resume"
+        if recipe.save_only_model:
+            fix = "save_only_model leaves nothing to resume from; begin from the saved weights"
+        return StoppedError(
+            f"stopped by {self.signals.name} after step {step} of"
+            f" {self.prepared.data.num_steps}; the state is saved",
+            where=str(self.folder.path / f"checkpoint-{step}"),
+            fix=fix,
+        )
+
+    def _write_metrics(self, step: int, metrics: Mapping[str, float | int | None]) -> None:
+        self.folder.write_metrics(metrics)
+        for reporter in self.reporters:
+            reporter.report(step, metrics)
+
+    def _peaks(self, result: StepResult) -> Mapping[str, int]:
+        peaks: dict[str, int] = {}
+        tiers = {pool.id: pool.tier for pool in self.session.programs["train_step"].pools}
+        for pool, peak in result.timeline.peak_bytes.items():
+            peaks[tiers[pool]] = peaks.get(tiers[pool], 0) + peak
+        return peaks
+
+
+def _is_due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0
+
+
+def _peak_rate(machine: Machine, plan: Plan) -> float:
+    dtype = plan.numerics.compute_dtype
+    rates = [point.flops_per_s for point in machine.matmul if point.dtype == dtype]
+    return max(rates, default=float("inf"))
