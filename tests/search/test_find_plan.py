@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from packhorse.verifier.verify import verify_program
+from packhorse.verifier.rules import verify_program
 
 from packhorse.compiler.lower import lower_plan
 from packhorse.errors import DoesNotFitError, RecipeError

@@ -20,7 +20,7 @@ from packhorse.search.prediction import predict_plan
 from packhorse.search.reasons import Reasons
 from packhorse.search.sketch import Sketches
 from packhorse.search.space import build_plan
-from packhorse.verifier.verify import verify_program
+from packhorse.verifier.rules import verify_program
 
 KINDS: Final[tuple[ProgramKind, ...]] = ("train_step", "evaluate", "load", "save")
 
