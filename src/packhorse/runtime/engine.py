@@ -285,7 +285,6 @@ class Engine:
     ) -> None:
         chunk = self._chunks[chunk_id]
         group = self._groups[chunk.group]
-        scale = group.lr / self._optimizer.lr if self._optimizer.lr else 1.0
         coefficient = None
         if norm is not None and self._max_grad_norm is not None:
             coefficient = clip_coefficient(norm, self._max_grad_norm)
@@ -293,9 +292,7 @@ class Engine:
         update_shard(
             group,
             step=step,
-            learning_rate=learning_rate * scale
-            if group.lr != self._optimizer.lr
-            else learning_rate,
+            learning_rate=_rate_of(group.lr, self._optimizer.lr, learning_rate),
             param=tensors["param"] if master is None else master,
             grad=tensors["grad"],
             states={name: tensors[name] for name in self._optimizer.state_names},
@@ -303,6 +300,13 @@ class Engine:
             clip_coefficient=coefficient,
             compute_param=None if master is None else tensors["param"],
         )
+
+
+def _rate_of(own: float, base: float, scheduled: float) -> float:
+    """A group's rate now; at the base rate it is the group's own in every bit."""
+    if own == base:
+        return scheduled
+    return own * (scheduled / base) if base else own
 
 
 def _chunk_of(buffer: BufferId) -> ChunkId:
