@@ -79,11 +79,16 @@ def trace_subject(
     batch: Feed,
     optimizer: Optimizer,
     *,
+    exported: Exported | None = None,
     chunk_tokens: int | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> Subject:
-    """Trace a module for micro-batches of the shape of `batch`."""
-    exported = export_module(module, batch, compute_dtype=compute_dtype)
+    """Trace a module for micro-batches of the shape of `batch`.
+
+    `exported` is the module's own export in the same dtype, where one exists already.
+    """
+    if exported is None:
+        exported = export_module(module, batch, compute_dtype=compute_dtype)
     return Subject(
         exported=exported,
         traced=trace_blocks(
@@ -253,10 +258,12 @@ def record_curve(
     results: Sequence[StepResult], states: Mapping[str, Mapping[str, Tensor]]
 ) -> Curve:
     """Put what the steps gave back in the words of the plain loop."""
+    norms = [result.grad_norm for result in results]
+    assert None not in norms, "a training step reports the norm"
     return Curve(
         losses=tuple(result.losses for result in results),
         totals=tuple(result.loss for result in results),
-        norms=tuple(result.grad_norm for result in results),
+        norms=tuple(norm for norm in norms if norm is not None),
         states=states,
     )
 

@@ -33,7 +33,7 @@ class Curve:
 
     losses: tuple[tuple[float, ...], ...]
     totals: tuple[float, ...]
-    norms: tuple[float | None, ...]
+    norms: tuple[float, ...]
     states: Mapping[str, Mapping[str, Tensor]]
 
 
@@ -69,7 +69,7 @@ def train_plainly(
     plain = make_optimizer(module, optimizer)
     losses: list[tuple[float, ...]] = []
     totals: list[float] = []
-    norms: list[float | None] = []
+    norms: list[float] = []
     for microbatches in steps:
         plain.zero_grad()
         total: Tensor | None = None
@@ -89,7 +89,7 @@ def train_plainly(
         assert total is not None
         losses.append(tuple(shares))
         totals.append(float(total))
-        norms.append(float(norm) if max_grad_norm is not None else None)
+        norms.append(float(norm))
     states = {"param": {name: p.detach().clone() for name, p in module.named_parameters()}}
     for state in optimizer.state_names:
         states[state] = {
@@ -159,7 +159,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors agree in shape, dtype and every bit, the sign of zeros included."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

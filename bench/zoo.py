@@ -31,6 +31,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from packhorse.optim.optimizers import SGD, AdamW, Optimizer, ParameterGroup
+
 VOCABULARY: Final = 97
 LENGTH: Final = 24
 WINDOW: Final = 8
@@ -40,6 +42,7 @@ _IGNORED: Final = -100
 Feed = Mapping[str, Tensor]
 Step = tuple[Feed, ...]
 Training = Literal["all", "frozen", "groups"]
+OptimizerName = Literal["adamw", "momentum", "sgd"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +131,7 @@ def build_gpt2(dropout: float = 0.0) -> nn.Module:
     """GPT-2, in training mode; `dropout` is that of embeddings, residuals and attention."""
     config = GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=LAYERS, n_head=4, n_positions=64,
-        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM",
+        bos_token_id=0, eos_token_id=0,
         embd_pdrop=dropout, resid_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
@@ -224,3 +227,24 @@ def cut_step(entry: Entry, tokens_MBT: Tensor, labels_MBT: Tensor) -> Step:
 def batch_of(steps: Sequence[Step]) -> Feed:
     """A micro-batch as the module takes it."""
     return {name: tensor for name, tensor in steps[0][0].items() if name != "denominator"}
+
+
+def make_optimizer_words(name: OptimizerName, entry: Entry, training: Training) -> Optimizer:
+    """The optimizer that is called `name`; for the variant `groups` embeddings have their own."""
+    groups: tuple[ParameterGroup, ...] = ()
+    if training == "groups":
+        pattern = entry.embeddings.replace("\\", "").replace("w[tp]e", "w?e") + "*"
+        overrides = {"lr": 7e-4, "weight_decay": 0.3}
+        groups = (ParameterGroup(name="embeddings", patterns=(pattern,), overrides=overrides),)
+    match name:
+        case "adamw":
+            return AdamW(lr=9e-3, weight_decay=0.02, groups=groups)
+        case "momentum":
+            return SGD(lr=9e-3, momentum=0.9, weight_decay=0.02, groups=groups)
+        case "sgd":
+            return SGD(lr=9e-3, weight_decay=0.02, groups=groups)
+
+
+def clip_of(name: OptimizerName) -> float | None:
+    """The clipping that goes with an optimizer of the zoo."""
+    return 0.5 if name == "adamw" else None
