@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from packhorse.verifier.rules import verify_program
 
 from packhorse.compiler.lower import lower_plan
 from packhorse.errors import DoesNotFitError, RecipeError
@@ -20,6 +19,7 @@ from packhorse.search.settings import list_settings
 from packhorse.search.space import Problem
 from packhorse.simulator.costs import TaskCosts
 from packhorse.simulator.engine import simulate_program
+from packhorse.verifier.rules import verify_program
 from tests.search.toy_search import (
     ADAMW,
     ARITHMETIC,

@@ -1,8 +1,8 @@
 """What a plan promises, read from its own program.
 
 In: a plan (searched, pinned or edited by hand), its model, profile and machine. Out: a
-`Prediction`: the lowered step is replayed for the peaks and simulated, one task after another, for
-the time. Peaks and times add up to the whole: nothing is left out.
+`Prediction`: the lowered step and evaluation are replayed for the peaks, and the step is simulated,
+one task after another, for the time. Peaks and times add up to the whole: nothing is left out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def predict_plan(plan: Plan, model: Model, profile: Profile, machine: Machine) -
         cause = time_cause(task)
         time_ns[cause] = time_ns.get(cause, 0) + span.duration_ns * weight
     moved = _count_disk_bytes(program, weights)
-    peaks = explain_peaks(short, model, program)
+    peaks = _larger(
+        explain_peaks(short, model, program),
+        explain_peaks(short, model, lower_plan(short, model, "evaluate")),
+    )
     return Prediction(
         step_ns=sum(time_ns.values()),
         peak_bytes=peaks,
@@ -95,6 +98,17 @@ def time_cause(task: Task) -> str:
     """What the time of a task counts for: its kind, or `other` for small work around tasks."""
     kind = kind_of(task)
     return "other" if kind in _SMALL else kind
+
+
+def _larger(
+    step: Mapping[TierName, Mapping[str, int]], evaluation: Mapping[TierName, Mapping[str, int]]
+) -> Mapping[TierName, Mapping[str, int]]:
+    # A plan promises room for its evaluation too; a tier's causes are those of its fullest moment.
+    fullest = dict(step)
+    for tier, causes in evaluation.items():
+        if sum(causes.values()) > sum(fullest.get(tier, {}).values()):
+            fullest[tier] = causes
+    return fullest
 
 
 def _count_disk_bytes(program: Program, weights: list[int]) -> Mapping[TierName, int]:

@@ -4,7 +4,7 @@ In: candidates, a machine with budgets, the optimizer, pins. Out: a `Plan` with 
 choice and a prediction from its own program, or an error with the smallest budget that works.
 
     for every setting (micro-batch x heap mode x chunk length): time of its fastest start
-    for every setting, quickest start first, while its start is quicker than the best found:
+    for every setting, long chunks first, quickest start first, while it is quicker than the best:
         sketch it; choose moves by the knapsack; lower, replay and cost that state
         while it does not fit after all: choose again with a smaller budget
     improve the best by single exchanges of moves, each lowered and replayed
@@ -33,6 +33,7 @@ from packhorse.search.writing import write_plan
 MAX_TIGHTENINGS: Final = 6
 MAX_EXCHANGES: Final = 24
 EXCHANGED_TASKS: Final = 40_000
+NEAR: Final = 1.25
 
 
 def find_plan(
@@ -111,20 +112,25 @@ def smallest_plan(
 def _find_best(
     evaluator: Evaluator, sketches: Sketches, settings: Sequence[Setting]
 ) -> Evaluation | None:
-    starts = [evaluator.evaluate(s, [False] * len(s.moves)) for s in settings]
-    order = sorted(range(len(starts)), key=lambda index: (starts[index].step_ns, index))
-    quickest_ns: int | None = None
-    found: list[tuple[Evaluation, Evaluation]] = []
-    for index in order:
-        start = starts[index]
-        if quickest_ns is not None and start.step_ns >= quickest_ns:
-            break
-        rough: Evaluation | None = start
-        if not start.fits(evaluator.budget_bytes):
-            rough = _choose(evaluator, sketches.of(start.setting), ROUGH_GAP)
-        if rough is not None:
-            found.append((rough, start))
-            quickest_ns = min(quickest_ns or rough.step_ns, rough.step_ns)
+    longest = {id(s.candidate): 0 for s in settings}
+    for setting in settings:
+        longest[id(setting.candidate)] = max(longest[id(setting.candidate)], setting.chunk_bytes)
+    long = [s for s in settings if s.chunk_bytes == longest[id(s.candidate)]]
+    found = _look_roughly(evaluator, sketches, long, None)
+    quickest_ns = min((rough.step_ns for rough, _ in found), default=None)
+    # Shorter chunks use a budget up better, by a little: not worth a look where long ones fit and
+    # are slow.
+    slow = {
+        (id(rough.setting.candidate), rough.setting.heap)
+        for rough, _ in found
+        if quickest_ns is not None and rough.step_ns > quickest_ns * NEAR
+    }
+    short = [
+        s
+        for s in settings
+        if s.chunk_bytes < longest[id(s.candidate)] and (id(s.candidate), s.heap) not in slow
+    ]
+    found += _look_roughly(evaluator, sketches, short, quickest_ns)
     # A closer look at the quickest: whatever is within the rough gap of the best may be better.
     best: Evaluation | None = None
     for rough, start in sorted(found, key=lambda pair: pair[0].step_ns):
@@ -134,6 +140,28 @@ def _find_best(
         if close is not None and (best is None or close.step_ns < best.step_ns):
             best = close
     return best
+
+
+def _look_roughly(
+    evaluator: Evaluator,
+    sketches: Sketches,
+    settings: Sequence[Setting],
+    quickest_ns: int | None,
+) -> list[tuple[Evaluation, Evaluation]]:
+    # Pairs of what was found for a setting and its start. A start is the fastest of its setting,
+    # so whoever starts slower than the quickest that fits is out.
+    starts = [evaluator.evaluate(s, [False] * len(s.moves)) for s in settings]
+    found: list[tuple[Evaluation, Evaluation]] = []
+    for start in sorted(starts, key=lambda evaluation: evaluation.step_ns):
+        if quickest_ns is not None and start.step_ns >= quickest_ns:
+            break
+        rough: Evaluation | None = start
+        if not start.fits(evaluator.budget_bytes):
+            rough = _choose(evaluator, sketches.of(start.setting), ROUGH_GAP)
+        if rough is not None:
+            found.append((rough, start))
+            quickest_ns = min(quickest_ns or rough.step_ns, rough.step_ns)
+    return found
 
 
 def _look_closely(

@@ -89,8 +89,7 @@ def refuse(evaluator: Evaluator, smallest: Evaluation) -> DoesNotFitError:
     hints = [f"grant at least --budget {grant}: the smallest budget that works"]
     if setting.model.rows > 1:
         hints.append("or offer smaller micro-batches (per_device_train_batch_size: 1)")
-    if setting.candidate.loss_chunk_tokens is None:
-        hints.append("or a shorter max_length")
+    hints.append("or a shorter max_length")
     names = " and ".join(short)
     pinned = evaluator.problem.pins.names
     if pinned:
