@@ -43,14 +43,20 @@ def check_file(
 
     from packhorse.cli.kinds import detect_kind
     from packhorse.cli.screen import Screen
+    from packhorse.report.tables import plain_table
 
     screen = Screen(as_json=as_json)
     kind = detect_kind(path)
     verdict = judge_file(path, kind, model)
     for warning in verdict.warnings:
         screen.warn(warning)
-    screen.show(Text.assemble(("ok", "bold green"), f"  {path}: {verdict.what}"))
-    screen.show(Text(f"    checked: {', '.join(verdict.checked)}", style="dim"))
+    table = plain_table(heads=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_row(Text("ok", style="bold green"), Text(f"{path}: {verdict.what}"))
+    for each in verdict.checked:
+        table.add_row("", Text(f"- {each}", style="dim"))
+    screen.show(table)
     screen.answer(
         {
             "file": str(path),

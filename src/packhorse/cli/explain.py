@@ -35,4 +35,24 @@ def explain(
 
 
 def _estimate(path: Path, plan: Plan) -> RunEstimate | None:
-    return None
+    """Estimate the run of a plan in a run folder, whose recipe says how many steps it has."""
+    from packhorse.cli.companions import companion_path
+    from packhorse.machine.files import read_machine
+    from packhorse.report.run import estimate_run
+    from packhorse.trainer.recipe_files import load_recipe
+
+    recipe_file, machine_file = path.with_name("recipe.yaml"), companion_path(path, "machine")
+    if plan.prediction is None or not (recipe_file.is_file() and machine_file.is_file()):
+        return None
+    recipe = load_recipe(recipe_file).recipe
+    if recipe.max_steps is None:
+        # Epochs are steps only once the data has been tokenised.
+        return None
+    num_saves = -(-recipe.max_steps // recipe.save_steps) if recipe.save_steps else 0
+    return estimate_run(
+        plan,
+        read_machine(machine_file),
+        num_steps=recipe.max_steps,
+        num_saves=num_saves,
+        num_kept=recipe.save_total_limit or num_saves,
+    )

@@ -27,12 +27,18 @@ class MachineChoice:
 
 
 def choose_machine(
-    choice: MachineChoice, screen: Screen, *, granted: Budget | None = None, here: bool = False
+    choice: MachineChoice,
+    screen: Screen,
+    *,
+    granted: Budget | None = None,
+    threads: int | None = None,
+    here: bool = False,
 ) -> Machine:
     """Give the machine that a command plans for.
 
     Args:
         granted: the recipe's budget.
+        threads: pinned compute threads; this machine is measured with them.
         here: a named machine stands for this one, so that its scratch folder is checked.
 
     Raises:
@@ -46,11 +52,13 @@ def choose_machine(
         machine = load_machine(choice.name)
         if choice.memory is not None:
             budget = merge_budgets(parse_memory(choice.memory, machine), budget)
+        if threads is not None:
+            machine = replace(machine, num_threads=threads)
         return with_budget(machine, budget, here=here)
     if choice.memory is None:
-        return probe_here(screen, budget)
+        return probe_here(screen, budget, threads=threads)
     # Whether --memory is allowed depends on the machine, so it is probed first.
-    machine = probe_here(screen, replace(budget, device_bytes=None))
+    machine = probe_here(screen, replace(budget, device_bytes=None), threads=threads)
     return with_budget(machine, parse_memory(choice.memory, machine))
 
 
@@ -71,13 +79,24 @@ def load_machine(name: str) -> Machine:
 
 
 def probe_here(
-    screen: Screen, budget: Budget, *, fresh: bool = False, sustained: bool = False
+    screen: Screen,
+    budget: Budget,
+    *,
+    threads: int | None = None,
+    fresh: bool = False,
+    sustained: bool = False,
 ) -> Machine:
     """Measure this machine, or take its rates from the cache; shows what is being measured."""
     from packhorse.machine.probe import probe_machine
 
-    with screen.stages("measuring this machine") as progress:
-        return probe_machine(budget=budget, fresh=fresh, sustained=sustained, progress=progress)
+    with screen.progress("measuring this machine") as progress:
+        return probe_machine(
+            budget=budget,
+            threads=threads,
+            fresh=fresh,
+            sustained=sustained,
+            progress=progress,
+        )
 
 
 def merge_budgets(typed: Budget, granted: Budget) -> Budget:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -19,6 +19,7 @@ from packhorse import __version__
 from packhorse.cli.check import check_file
 from packhorse.cli.clean import clean_folder
 from packhorse.cli.compare import compare_runs
+from packhorse.cli.data import show_data
 from packhorse.cli.doctor import report_health
 from packhorse.cli.explain import explain
 from packhorse.cli.failures import (
@@ -30,11 +31,16 @@ from packhorse.cli.failures import (
     report_error,
     report_usage,
 )
+from packhorse.cli.init import write_recipe
 from packhorse.cli.lower import lower
+from packhorse.cli.plan import make_plan
 from packhorse.cli.probe import probe
 from packhorse.cli.schema import print_schema
 from packhorse.cli.simulate import simulate
+from packhorse.cli.train import NEWEST, train_recipe
 from packhorse.errors import PackhorseError
+
+RECIPE_ENDINGS: Final = (".yaml", ".yml", ".json")
 
 app = typer.Typer(
     name="packhorse",
@@ -66,12 +72,16 @@ def take_common_options(
     assert not version
 
 
+app.command("init")(write_recipe)
 app.command("doctor")(report_health)
 app.command("probe")(probe)
+app.command("data")(show_data)
+app.command("plan")(make_plan)
 app.command("explain")(explain)
 app.command("lower")(lower)
 app.command("check")(check_file)
 app.command("simulate")(simulate)
+app.command("train")(train_recipe)
 app.command("compare")(compare_runs)
 app.command("clean")(clean_folder)
 app.command("schema")(print_schema)
@@ -88,6 +98,7 @@ def run_arguments(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
+    arguments = spell_resume(arguments)
     as_json = "--json" in arguments
     command = typer.main.get_command(app)
     try:
@@ -118,6 +129,18 @@ def run_arguments(arguments: Sequence[str]) -> int:
             raise SystemExit(report_error(missing, as_json=as_json)) from error
         raise SystemExit(report_bug(error, arguments, as_json=as_json)) from error
     return 0
+
+
+def spell_resume(arguments: Sequence[str]) -> list[str]:
+    """Give `--resume` without a path the value that means the newest state.
+
+    Options have a value or they have none; this one may have one. A recipe is never its value.
+    """
+    spelled = list(arguments)
+    for at, (word, after) in enumerate(zip(arguments, [*arguments[1:], "--"], strict=True)):
+        if word == "--resume" and (after.startswith("-") or after.endswith(RECIPE_ENDINGS)):
+            spelled[at] = f"--resume={NEWEST}"
+    return spelled
 
 
 def _drop_output() -> None:

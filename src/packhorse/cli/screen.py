@@ -15,20 +15,17 @@ from contextlib import contextmanager
 from typing import Final
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from packhorse.errors import InputError
-from packhorse.units import format_bytes, format_percent
+from packhorse.units import format_percent
 
 # Between two plain lines about the same work.
 QUIET_S: Final = 10.0
 _BAR_WIDTH: Final = 24
 
-Stages = Callable[[str, int, int], None]
-"""Told what is done next, its index, and the number of parts."""
-
-Amount = Callable[[int, int | None], None]
-"""Told how many bytes are done, and of how many."""
+Tell = Callable[[str, int, int | None], None]
+"""Told what is being done, how much of it is done, and how much there is where known."""
 
 
 class Screen:
@@ -70,29 +67,11 @@ class Screen:
         )
 
     @contextmanager
-    def stages(self, title: str) -> Generator[Stages]:
-        """Show which part of some work is being done."""
-        if not self.err.is_terminal:
-
-            def tell(what: str, index: int, num_parts: int) -> None:
-                self.err.print(f"{title}: {what} ({index + 1}/{num_parts})", soft_wrap=True)
-
-            yield tell
-            return
-        with _make_progress(self.err) as progress:
-            task = progress.add_task(title, total=None, detail="")
-
-            def show(what: str, index: int, num_parts: int) -> None:
-                progress.update(task, completed=index, total=num_parts, detail=what)
-
-            yield show
-
-    @contextmanager
-    def amount(self, title: str) -> Generator[Amount]:
-        """Show how many bytes of some work are done."""
+    def progress(self, title: str) -> Generator[Tell]:
+        """Show what is being done and how far it is, until the block ends."""
         if self.err.is_terminal:
             with _make_progress(self.err) as progress:
-                yield _bar_of(progress, progress.add_task(title, total=None, detail=""))
+                yield _bar_of(progress, title)
         else:
             yield _lines_of(self.err, title)
 
@@ -114,24 +93,27 @@ class Screen:
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _bar_of(progress: Progress, task: TaskID) -> Amount:
-    def show(done: int, total: int | None) -> None:
-        detail = format_bytes(done) + (f" of {format_bytes(total)}" if total else "")
-        progress.update(task, completed=done, total=total, detail=detail)
+def _bar_of(progress: Progress, title: str) -> Tell:
+    task = progress.add_task(title, total=None, detail="")
+
+    def show(what: str, done: int, total: int | None) -> None:
+        progress.update(task, completed=done, total=total, detail=what)
 
     return show
 
 
-def _lines_of(console: Console, title: str) -> Amount:
+def _lines_of(console: Console, title: str) -> Tell:
+    last = ""
     said_at_s = time.monotonic()
 
-    def tell(done: int, total: int | None) -> None:
-        nonlocal said_at_s
+    def tell(what: str, done: int, total: int | None) -> None:
+        nonlocal last, said_at_s
         now_s = time.monotonic()
-        if now_s - said_at_s >= QUIET_S:
-            said_at_s = now_s
-            share = f" ({format_percent(done / total)})" if total else ""
-            console.print(f"{title}: {format_bytes(done)}{share}", soft_wrap=True)
+        if what == last and now_s - said_at_s < QUIET_S:
+            return
+        share = f", {format_percent(done / total)}" if what == last and total else ""
+        last, said_at_s = what, now_s
+        console.print(f"{title}: {what}{share}", soft_wrap=True)
 
     return tell
 

@@ -1,0 +1,204 @@
+"""From a recipe and a machine to a plan, its model and its profile; shows what it is doing.
+
+In: a recipe and a machine. Out: a `Planned`, or the refusal with the smallest budget that works.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packhorse.cli.screen import Screen
+    from packhorse.graph.trace import Traced
+    from packhorse.machine.spec import Machine
+    from packhorse.plan.spec import Plan
+    from packhorse.profile.spec import Profile
+    from packhorse.report.run import RunEstimate
+    from packhorse.trainer.preparation import PreparedRun
+    from packhorse.trainer.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan, what it was made from, and what lies beside it; `notes` is what was not measured."""
+
+    prepared: PreparedRun
+    traced: Traced
+    plan: Plan
+    profile: Profile
+    machine: Machine
+    run: RunEstimate | None
+    notes: tuple[str, ...]
+
+
+def plan_recipe(
+    recipe: Recipe, machine: Machine, screen: Screen, *, measure: bool = True
+) -> Planned:
+    """Trace a recipe's model and find the fastest plan that fits.
+
+    Args:
+        measure: time the model's blocks here; False estimates them from the machine's rates, as
+            for a machine that is somewhere else.
+
+    Raises:
+        InputError: something in the recipe, or that it names, is wrong.
+        DoesNotFitError: no plan fits the budgets.
+    """
+    from packhorse.search.search import find_plan
+    from packhorse.search.space import Arithmetic, Candidate
+    from packhorse.trainer.candidates import MEASURE_LIMIT_S, measure_baseline
+    from packhorse.trainer.preparation import offer_candidates, prepare_run
+
+    started_s = time.monotonic()
+    with screen.progress("planning") as progress:
+        progress("loading libraries", 0, None)
+        baseline_bytes = measure_baseline() if measure else None
+        prepared = prepare_run(recipe, machine, progress=progress)
+        candidates = offer_candidates(
+            prepared,
+            machine,
+            limit_s=MEASURE_LIMIT_S if measure else 0.0,
+            baseline_bytes=baseline_bytes,
+            progress=progress,
+        )
+        progress("searching for the fastest plan that fits", 0, None)
+        pins = recipe.pins
+        plan = find_plan(
+            [
+                Candidate(
+                    model=entry.traced.model,
+                    profile=entry.profile,
+                    loss_chunk_tokens=entry.loss_chunk_tokens,
+                )
+                for entry in candidates.entries
+            ],
+            machine,
+            optimizer=prepared.optimizer_plan,
+            arithmetic=Arithmetic(
+                compute_dtype=prepared.compute_dtype,
+                tied_sum=pins.tied_sum or "per_microbatch",
+                attention=candidates.attention,
+                num_threads=machine.num_threads,
+                device=machine.device,
+                num_workers=1,
+            ),
+            global_batch_rows=prepared.cut.global_rows,
+            pins=pins,
+        )
+    chosen = candidates.find(
+        rows=plan.numerics.microbatch_rows.value,
+        loss_chunk_tokens=plan.numerics.loss_chunk_tokens.value,
+    )
+    return Planned(
+        prepared=prepared,
+        traced=chosen.traced,
+        plan=plan,
+        profile=chosen.profile,
+        machine=machine,
+        run=estimate_recipe(
+            plan,
+            machine,
+            prepared,
+            planning_ns=round((time.monotonic() - started_s) * 1e9) if measure else 0,
+        ),
+        notes=candidates.notes,
+    )
+
+
+def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: Screen) -> Planned:
+    """Trace a recipe's model as a given plan says.
+
+    Args:
+        path: where the plan lies; the profile that it was predicted with lies beside it, else the
+            machine's rates stand in.
+
+    Raises:
+        InputError: something in the recipe, or that it names, is wrong.
+        MismatchError: the plan is for another model or batch.
+    """
+    from packhorse.cli.companions import companion_path
+    from packhorse.plan.identity import check_plan
+    from packhorse.profile.analytic import estimate_profile
+    from packhorse.profile.files import read_profile
+    from packhorse.trainer.preparation import prepare_run, trace_for_plan
+
+    started_s = time.monotonic()
+    with screen.progress("preparing") as progress:
+        progress("loading libraries", 0, None)
+        prepared = prepare_run(recipe, machine, progress=progress)
+        progress("tracing the model as the plan says", 0, None)
+        traced = trace_for_plan(prepared, plan)
+    check_plan(plan, traced.model)
+    beside = companion_path(path, "profile")
+    profile = read_profile(beside) if beside.is_file() else None
+    notes: tuple[str, ...] = ()
+    if profile is None or profile.model != traced.model.fingerprint:
+        profile = estimate_profile(traced.model, machine)
+        notes = ("the plan has no profile beside it: times are estimated from the machine's rates",)
+    planning_ns = round((time.monotonic() - started_s) * 1e9)
+    return Planned(
+        prepared=prepared,
+        traced=traced,
+        plan=plan,
+        profile=profile,
+        machine=machine,
+        run=estimate_recipe(plan, machine, prepared, planning_ns=planning_ns),
+        notes=notes,
+    )
+
+
+def estimate_recipe(
+    plan: Plan, machine: Machine, prepared: PreparedRun, *, planning_ns: int
+) -> RunEstimate | None:
+    """Estimate the whole run of a recipe under a plan.
+
+    Args:
+        planning_ns: what tracing took; it comes again before the first step.
+
+    Returns:
+        None for a plan without a prediction.
+    """
+    from packhorse.report.run import estimate_run
+
+    if plan.prediction is None:
+        return None
+    recipe, data = prepared.recipe, prepared.data
+    num_saves = -(-data.num_steps // recipe.save_steps) if recipe.save_steps else 0
+    summary = data.prepared[0].summary
+    run = estimate_run(
+        plan,
+        machine,
+        num_steps=data.num_steps,
+        num_saves=num_saves,
+        num_kept=recipe.save_total_limit or num_saves,
+        tokens_per_step=round(summary.num_tokens / summary.num_rows * prepared.cut.global_rows),
+    )
+    return replace(run, first_step_ns=planning_ns + _loading_ns(run, machine))
+
+
+def _loading_ns(run: RunEstimate, machine: Machine) -> int:
+    read, write = machine.link("disk", "device"), machine.link("device", "disk")
+    if read is None or write is None:
+        return 0
+    loaded_ns = run.weights_bytes * 1e9 / read.bytes_per_s
+    return round(loaded_ns + run.scratch_bytes * 1e9 / write.bytes_per_s)
+
+
+def write_planned(planned: Planned, path: Path) -> tuple[Path, ...]:
+    """Write a plan with its model, machine and profile beside it."""
+    from packhorse.cli.companions import companion_path
+    from packhorse.cli.outputs import write_output
+    from packhorse.machine.files import format_machine
+    from packhorse.model.files import format_model
+    from packhorse.plan.files import format_plan
+    from packhorse.profile.files import format_profile
+
+    return (
+        write_output(path, format_plan(planned.plan)),
+        write_output(companion_path(path, "model"), format_model(planned.traced.model)),
+        write_output(companion_path(path, "machine"), format_machine(planned.machine)),
+        write_output(companion_path(path, "profile"), format_profile(planned.profile)),
+    )

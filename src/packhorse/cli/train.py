@@ -1,0 +1,333 @@
+"""`packhorse train`: from a recipe to a trained model, or to a state that can be resumed."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from packhorse.cli.options import (
+    AsJson,
+    BudgetText,
+    MachineName,
+    MemoryText,
+    RecipePath,
+    Settings,
+)
+from packhorse.errors import DoesNotFitError, StoppedError
+from packhorse.units import KIB, format_bytes, format_count, format_ns, format_percent
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from packhorse.cli.planning import Planned
+    from packhorse.cli.screen import Screen
+    from packhorse.cli.training_screen import Summary
+    from packhorse.machine.spec import Machine
+    from packhorse.plan.spec import Plan
+    from packhorse.timeline.spec import Timeline
+    from packhorse.trainer.recipe import Recipe
+    from packhorse.trainer.run_folder import Resume
+
+NEWEST: Final = "newest"
+_STOPPING: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+_PLAN_NAME: Final = "plan.json"
+
+
+def train_recipe(
+    recipe: RecipePath,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="PLAN", help="Train by this plan instead of a new one.")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[PATH]",
+            help="Continue from the newest state, or from a checkpoint folder.",
+        ),
+    ] = None,
+    machine: MachineName = None,
+    budget: BudgetText = None,
+    memory: MemoryText = None,
+    settings: Settings = None,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Check every task against what it declares: slow.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model by a recipe."""
+    from packhorse.cli.machines import MachineChoice, choose_machine
+    from packhorse.cli.screen import Screen
+    from packhorse.report.explain import plan_table
+    from packhorse.trainer.recipe_files import load_recipe
+    from packhorse.trainer.run_folder import StartFresh, find_beginning, read_resume
+
+    screen = Screen(as_json=as_json)
+    loaded = load_recipe(recipe, settings or ())
+    for warning in loaded.warnings:
+        screen.warn(warning)
+    beginning = read_resume(
+        True if resume == NEWEST else resume, loaded.recipe.resume_from_checkpoint
+    )
+    if isinstance(beginning, StartFresh):
+        # A refusal should not come after minutes of planning.
+        find_beginning(loaded.recipe.run_folder, beginning)
+    with _stop_before_training():
+        chosen = choose_machine(
+            MachineChoice(name=machine, budget=budget, memory=memory),
+            screen,
+            granted=loaded.recipe.granted,
+            threads=loaded.recipe.pins.num_threads,
+            here=True,
+        )
+        planned = _settle_plan(loaded.recipe, chosen, plan, beginning, screen)
+        for note in planned.notes:
+            screen.note(note)
+        screen.show(plan_table(planned.plan, planned.run), "")
+        predicted = _predict(planned)
+    summary = _run(planned, predicted, beginning, screen, audit=audit)
+    screen.show("", _render_summary(planned, summary))
+    screen.answer(_summary_as_dict(planned, summary))
+
+
+def _settle_plan(
+    recipe: Recipe, machine: Machine, path: Path | None, beginning: Resume, screen: Screen
+) -> Planned:
+    """Take the plan that was named, or that of the run that is resumed, or make one."""
+    from packhorse.cli.planning import plan_recipe, take_plan
+    from packhorse.plan.files import read_plan
+    from packhorse.trainer.run_folder import StartFresh
+
+    if path is not None:
+        plan = read_plan(path)
+        _check_budgets(plan, machine, path)
+        return take_plan(recipe, machine, plan, path, screen)
+    earlier = recipe.run_folder / _PLAN_NAME
+    if not isinstance(beginning, StartFresh) and earlier.is_file():
+        plan = read_plan(earlier)
+        if not _find_excess(plan, machine):
+            # The same numerics: the curve goes on as if it had never been interrupted.
+            screen.note(f"by the plan of the run that is resumed: {earlier}")
+            return take_plan(recipe, machine, plan, earlier, screen)
+        screen.note(f"{earlier} needs more than the budget now is, so a new plan is made")
+    return plan_recipe(recipe, machine, screen)
+
+
+def _check_budgets(plan: Plan, machine: Machine, path: Path) -> None:
+    excess = _find_excess(plan, machine)
+    if excess:
+        raise DoesNotFitError(
+            "the plan needs more than the budget allows: "
+            + ", ".join(
+                f"tier {tier}: need {format_bytes(need)}, have {format_bytes(have)}"
+                for tier, need, have in excess
+            ),
+            where=str(path),
+            fix="raise the budget, or leave --plan out: a new plan is made for this budget",
+        )
+
+
+def _find_excess(plan: Plan, machine: Machine) -> list[tuple[str, int, int]]:
+    """List (tier, need, have) in bytes where a plan is predicted to need more than there is."""
+    found: list[tuple[str, int, int]] = []
+    if plan.prediction is None:
+        return found
+    for name, causes in plan.prediction.peak_bytes.items():
+        tier, need_bytes = machine.tier(name), sum(causes.values())
+        have_bytes = 0 if tier is None else tier.budget_bytes
+        if need_bytes > have_bytes:
+            found.append((name, need_bytes, have_bytes))
+    return found
+
+
+def _predict(planned: Planned) -> Timeline:
+    from packhorse.compiler.lower import lower_plan
+    from packhorse.simulator.costs import TaskCosts
+    from packhorse.simulator.engine import simulate_program
+
+    program = lower_plan(planned.plan, planned.traced.model, "train_step")
+    costs = TaskCosts(
+        machine=planned.machine,
+        profile=planned.profile,
+        model=planned.traced.model,
+        program=program,
+        heap=planned.plan.heap.value,
+    )
+    return simulate_program(program, costs=costs)
+
+
+def _run(
+    planned: Planned, predicted: Timeline, beginning: Resume, screen: Screen, *, audit: bool
+) -> Summary:
+    from packhorse.cli.training_screen import TrainingScreen
+    from packhorse.trainer.training import train
+
+    plan, recipe = planned.plan, planned.prepared.recipe
+    with TrainingScreen(
+        screen.err if screen.as_json else screen.out,
+        predicted_ns=plan.prediction.step_ns if plan.prediction else None,
+        budget_bytes=dict(plan.budget_bytes.items()),
+        logging_steps=recipe.logging_steps,
+        at_start=lambda: _write_companions(planned, recipe.run_folder),
+    ) as watcher:
+        train(
+            planned.prepared,
+            plan=plan,
+            machine=planned.machine,
+            traced=planned.traced,
+            predicted=predicted,
+            resume=beginning,
+            observer=watcher,
+            audit=audit,
+        )
+    return watcher.summary
+
+
+def _write_companions(planned: Planned, folder: Path) -> None:
+    """Write model and profile into the run folder, so that its plan is read without torch."""
+    from packhorse.cli.companions import companion_path
+    from packhorse.cli.outputs import write_output
+    from packhorse.model.files import format_model
+    from packhorse.profile.files import format_profile
+
+    plan = folder / _PLAN_NAME
+    write_output(companion_path(plan, "model"), format_model(planned.traced.model))
+    write_output(companion_path(plan, "profile"), format_profile(planned.profile))
+
+
+def _render_summary(planned: Planned, summary: Summary) -> RenderableType:
+    from packhorse.report.tables import plain_table
+
+    table = plain_table(heads=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(ratio=1)
+
+    def add(name: str, lines: Iterable[str]) -> None:
+        for at, line in enumerate(lines):
+            table.add_row("" if at else name, line)
+
+    add("loss", _say_losses(summary))
+    add("time", _say_time(planned, summary))
+    add("peak", _say_peaks(planned, summary))
+    folder = planned.prepared.recipe.run_folder
+    add(
+        "model",
+        [
+            str(folder),
+            f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})",
+            f"packhorse compare {folder} lays prediction beside measurement",
+        ],
+    )
+    return table
+
+
+def _say_losses(summary: Summary) -> Iterable[str]:
+    if summary.first_loss and summary.last_loss:
+        (first, before), (last, after) = summary.first_loss, summary.last_loss
+        yield f"{before:.4f} in step {first} -> {after:.4f} in step {last}"
+    if summary.eval_losses:
+        yield "evaluation: " + " -> ".join(
+            f"{loss:.4f} after step {step}" for step, loss in _ends(summary.eval_losses)
+        )
+
+
+def _ends(values: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+    return values if len(values) < 3 else (values[0], values[-1])
+
+
+def _say_time(planned: Planned, summary: Summary) -> Iterable[str]:
+    if summary.result is not None:
+        rate = format_count(summary.tokens_per_second)
+        yield f"{format_ns(summary.result.wall_s * 1e9)} in all, {rate} tokens/s in the steps"
+    step_ns = median_ns(summary)
+    if step_ns is not None:
+        line = f"a step: {format_ns(step_ns)}"
+        if planned.plan.prediction is not None:
+            promised = planned.plan.prediction.step_ns
+            line += f", predicted {format_ns(promised)} ({_error(promised, step_ns)})"
+        yield line
+
+
+def median_ns(summary: Summary) -> int | None:
+    """The median step; the first one still warms up and is left out where there are others."""
+    steps = sorted(summary.step_s[1:] or summary.step_s)
+    return round(steps[len(steps) // 2] * 1e9) if steps else None
+
+
+def _say_peaks(planned: Planned, summary: Summary) -> Iterable[str]:
+    for tier, (used, promised, budget) in _peaks(planned, summary).items():
+        line = f"{tier}: {format_bytes(used)}"
+        line += f" of {format_bytes(budget)}" if budget else ""
+        if promised:
+            line += f", predicted {format_bytes(promised)} ({_error(promised, used)})"
+        yield line
+    yield f"process: {format_bytes(_largest_resident_bytes())} at its largest, libraries included"
+
+
+def _peaks(planned: Planned, summary: Summary) -> Mapping[str, tuple[int, int, int]]:
+    """Give (measured, predicted, budget) bytes by tier; the base counts on both sides."""
+    prediction = planned.plan.prediction
+    found: dict[str, tuple[int, int, int]] = {}
+    for tier, budget in planned.plan.budget_bytes.items():
+        promised = 0
+        if prediction is not None and tier in prediction.peak_bytes:
+            promised = sum(prediction.peak_bytes[tier].values())
+        used = summary.peak_bytes.get(tier, 0)
+        if used:
+            base = planned.plan.base_bytes if tier == "device" else 0
+            found[tier] = used + base, promised, budget
+    return found
+
+
+def _error(promised: int, measured: int) -> str:
+    share = (promised - measured) / measured if measured else 0.0
+    return f"{'+' if share > 0 else ''}{format_percent(share)}"
+
+
+def _largest_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+
+
+def _summary_as_dict(planned: Planned, summary: Summary) -> dict[str, object]:
+    prediction = planned.plan.prediction
+    return {
+        "output_dir": str(planned.prepared.recipe.run_folder),
+        "steps": summary.result.num_steps if summary.result else None,
+        "first_loss": summary.first_loss[1] if summary.first_loss else None,
+        "loss": summary.last_loss[1] if summary.last_loss else None,
+        "eval_losses": [{"step": step, "eval_loss": loss} for step, loss in summary.eval_losses],
+        "wall_s": summary.result.wall_s if summary.result else None,
+        "tokens_per_second": summary.tokens_per_second,
+        "step_ns": median_ns(summary),
+        "predicted_step_ns": prediction.step_ns if prediction else None,
+        "peak_bytes": {tier: used for tier, (used, _, _) in _peaks(planned, summary).items()},
+        "predicted_peak_bytes": {
+            tier: promised for tier, (_, promised, _) in _peaks(planned, summary).items()
+        },
+        "resident_bytes": _largest_resident_bytes(),
+    }
+
+
+@contextmanager
+def _stop_before_training() -> Generator[None]:
+    """Inside, a signal that stops a run raises: there is nothing to save yet."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise StoppedError(
+            f"stopped by {signal.Signals(number).name} before the first step; nothing was changed",
+            fix="start it again with the same command",
+        )
+
+    before = {number: signal.signal(number, stop) for number in _STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,217 @@
+"""What a person sees of a run: a line per step, a bar below them, a summary at the end.
+
+In: what the training loop tells its observer. Out: lines on one console, with a live bar where it
+is a terminal; and a `Summary`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from packhorse.units import format_bytes, format_ns, format_percent
+
+if TYPE_CHECKING:
+    from packhorse.trainer.observer import EvaluationReport, RunStart, StepReport, TrainResult
+
+_RECENT_STEPS: Final = 20
+_HEAD: Final = "  step      loss  grad norm       rate  tokens/s      step     device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How a run went; steps are (number, value), peaks bytes by tier."""
+
+    first_loss: tuple[int, float] | None
+    last_loss: tuple[int, float] | None
+    eval_losses: tuple[tuple[int, float], ...]
+    step_s: tuple[float, ...]
+    tokens_per_second: float
+    peak_bytes: Mapping[str, int]
+    result: TrainResult | None
+
+
+class TrainingScreen:
+    """Shows a run; an `Observer` of the trainer. Use it in a `with` block.
+
+    Args:
+        console: where everything is shown.
+        predicted_ns: what the plan promises of a step, None if nothing.
+        budget_bytes: what each tier may use.
+        logging_steps: steps between lines.
+        at_start: called once, when the run folder is there and the first step is not.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        predicted_ns: int | None,
+        budget_bytes: Mapping[str, int],
+        logging_steps: int,
+        at_start: Callable[[], None],
+    ) -> None:
+        self._console = console
+        self._predicted_ns = predicted_ns
+        self._budget_bytes = budget_bytes
+        self._logging_steps = logging_steps
+        self._at_start = at_start
+        self._start: RunStart | None = None
+        self._first: StepReport | None = None
+        self._last: StepReport | None = None
+        self._evaluations: list[tuple[int, float]] = []
+        self._step_s: list[float] = []
+        self._num_tokens = 0.0
+        self._peak_bytes: dict[str, int] = {}
+        self._result: TrainResult | None = None
+        self._doing = ""
+        self._bar: Progress | None = _make_bar(console) if console.is_terminal else None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=None, detail="", eta="-")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    @property
+    def summary(self) -> Summary:
+        """How the run went so far."""
+        first, last = self._first, self._last
+        total_s = sum(self._step_s)
+        return Summary(
+            first_loss=None if first is None else (first.step, first.loss),
+            last_loss=None if last is None else (last.step, last.loss),
+            eval_losses=tuple(self._evaluations),
+            step_s=tuple(self._step_s),
+            tokens_per_second=self._num_tokens / total_s if total_s else 0.0,
+            peak_bytes=dict(self._peak_bytes),
+            result=self._result,
+        )
+
+    def started(self, start: RunStart) -> None:
+        """See Observer."""
+        self._start = start
+        self._doing = ""
+        self._at_start()
+        self._say(
+            f"steps {start.first_step} to {start.num_steps}, {start.global_rows} rows of"
+            f" {start.row_length} tokens"
+        )
+        self._say(_HEAD, style="bold")
+        self._update(start.first_step - 1, "first step")
+
+    def noted(self, text: str) -> None:
+        """See Observer."""
+        self._say(f"note: {text}", style="cyan")
+
+    def progressed(self, what: str, done: int, total: int | None) -> None:
+        """See Observer."""
+        if self._bar is None:
+            if what != self._doing and self._start is None:
+                self._say(what)
+        else:
+            self._update(None, f"{what} {done + 1} of {total}" if total else what)
+        self._doing = what
+
+    def stepped(self, report: StepReport) -> None:
+        """See Observer."""
+        self._first = self._first or report
+        self._last = report
+        self._step_s.append(report.step_s)
+        self._num_tokens += report.tokens_per_second * report.step_s
+        for tier, peak in report.peak_bytes.items():
+            self._peak_bytes[tier] = max(self._peak_bytes.get(tier, 0), peak)
+        if report.step % self._logging_steps == 0 or self._is_last(report.step):
+            self._say(_format_step(report))
+        self._update(report.step, self._say_pace(report))
+
+    def evaluated(self, report: EvaluationReport) -> None:
+        """See Observer."""
+        self._evaluations.append((report.step, report.eval_loss))
+        took = format_ns(report.eval_s * 1e9)
+        self._say(f"{report.step:>6}  eval loss {report.eval_loss:.4f}, {took}", style="green")
+
+    def saved(self, path: Path, save_s: float) -> None:
+        """See Observer."""
+        self._say(f"        saved {path} in {format_ns(save_s * 1e9)}", style="dim")
+
+    def finished(self, result: TrainResult) -> None:
+        """See Observer."""
+        self._result = result
+
+    def _is_last(self, step: int) -> bool:
+        return self._start is not None and step == self._start.num_steps
+
+    def _say_pace(self, report: StepReport) -> str:
+        parts = [f"loss {report.loss:.4f}"]
+        if self._predicted_ns:
+            ratio = report.step_s * 1e9 / self._predicted_ns
+            parts.append(f"{ratio:.2f} x predicted")
+        used, budget = report.peak_bytes.get("device"), self._budget_bytes.get("device")
+        if used and budget:
+            parts.append(f"{format_percent(used / budget)} of device")
+        return ", ".join(parts)
+
+    def _eta(self) -> str:
+        recent = self._step_s[-_RECENT_STEPS:]
+        if self._start is None or self._last is None or not recent:
+            return "-"
+        rest = self._start.num_steps - self._last.step
+        return format_ns(rest * sum(recent) / len(recent) * 1e9)
+
+    def _update(self, step: int | None, detail: str) -> None:
+        if self._bar is None or self._task is None:
+            return
+        total = None if self._start is None else self._start.num_steps
+        self._bar.update(self._task, completed=step, total=total, detail=detail, eta=self._eta())
+
+    def _say(self, text: str, *, style: str | None = None) -> None:
+        console = self._console if self._bar is None else self._bar.console
+        console.print(text, style=style, soft_wrap=True)
+
+
+def _format_step(report: StepReport) -> str:
+    norm = "-" if report.grad_norm is None else f"{report.grad_norm:.4g}"
+    device = report.peak_bytes.get("device", 0)
+    return (
+        f"{report.step:>6}  {report.loss:>8.4f}  {norm:>9}  {report.learning_rate:>9.2e}"
+        f"  {report.tokens_per_second:>8.0f}  {format_ns(report.step_s * 1e9):>8}"
+        f"  {format_bytes(device):>9}"
+    )
+
+
+def _make_bar(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(style="none"),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left {task.fields[eta]}", markup=False),
+        TextColumn("{task.fields[detail]}", style="dim", markup=False),
+        console=console,
+        transient=True,
+    )
