@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from packhorse.verifier.verify import verify_program
 
 from packhorse.compiler.lower import lower_plan
 from packhorse.plan.files import format_plan, parse_plan
@@ -14,6 +13,7 @@ from packhorse.plan.pins import Pins
 from packhorse.search.search import smallest_plan
 from packhorse.search.settings import choose_chunk_bytes
 from packhorse.units import GIB, MIB
+from packhorse.verifier.rules import verify_program
 from tests.search.toy_search import ADAMW, SGD, make_candidates, make_machine, need, search
 
 
