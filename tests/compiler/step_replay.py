@@ -1,7 +1,8 @@
 """A replay of programs that shares no code with the compiler, with symbolic contents.
 
 It follows in which tiers each buffer lies, whether the copies are the newest, how full each pool
-is, and for gradients which uses were summed in which order.
+is, and for gradients how they were summed, as a formula: "(4@0 + 0@0)" is the gradient by block 4
+in micro-batch 0 plus that by block 0.
 """
 
 from __future__ import annotations
@@ -105,15 +106,23 @@ class StepReplay:
                 users = [user for user in users if self.model.blocks[user].has_backward]
                 assert self.sums[name] == sorted(users, reverse=True)
         for parameter in block.parameters:
-            running = f"wgrad/{parameter}{at}"
-            if running in task.writes:
-                self.sums.setdefault(running, []).append(task.block)
-                continue
-            for chunk in self.program.layout.chunks_of(parameter):
-                if f"grad/{chunk.id}" in task.writes and self.model.parameters[parameter].trainable:
-                    uses = [*self.sums.get(running, []), task.block]
-                    grads = self.sums.setdefault(f"grad/{chunk.id}", {})
-                    grads.setdefault(parameter, []).append((task.microbatch, tuple(uses)))
+            if self.model.parameters[parameter].trainable:
+                self._sum_parameter(task, parameter)
+
+    def _sum_parameter(self, task, parameter):
+        # What a body does: it adds its own gradient to a running sum that it reads; the result
+        # becomes the running sum, or goes to the chunk, onto what is there of this parameter.
+        running = f"wgrad/{parameter}@{task.microbatch}"
+        part = f"{task.block}@{task.microbatch}"
+        if running in task.reads:
+            part = f"({self.sums[running]} + {part})"
+        if running in task.writes:
+            self.sums[running] = part
+            return
+        for chunk in self.program.layout.chunks_of(parameter):
+            assert f"grad/{chunk.id}" in task.writes
+            grads = self.sums.setdefault(f"grad/{chunk.id}", {})
+            grads[parameter] = f"({grads[parameter]} + {part})" if parameter in grads else part
 
     def grads_of(self, chunk: Chunk):
         return self.sums[f"grad/{chunk.id}"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from packhorse.compiler.lower import lower_plan
 from packhorse.compiler.passes.updates import NORM_WORKSPACE_BYTES
 from packhorse.compiler.peak import peak_of
 from packhorse.errors import DoesNotFitError, InputError, RefusedError
+from packhorse.model.spec import ITEM_BYTES
 from packhorse.program.tasks import (
     Backward,
     Emit,
@@ -45,6 +48,20 @@ def test_a_training_step_can_be_repeated_and_its_peak_is_known(case):
     assert dict(peak_of(program)) == {pool.id: replay.peaks[pool.id] for pool in program.pools}
 
 
+def plain_sum(blocks, num_microbatches):
+    """How a plain loop sums a gradient: over the users, last first, then over micro-batches."""
+    wholes = [
+        reduce("({} + {})".format, [f"{block}@{index}" for block in reversed(blocks)])
+        for index in range(num_microbatches)
+    ]
+    return reduce("({} + {})".format, wholes)
+
+
+def test_the_plain_sum_is_spelled_out():
+    assert plain_sum((0, 2, 4), 2) == "(((4@0 + 2@0) + 0@0) + ((4@1 + 2@1) + 0@1))"
+    assert plain_sum((3,), 3) == "((3@0 + 3@1) + 3@2)"
+
+
 @settings(max_examples=80, deadline=None)
 @given(cases())
 def test_every_gradient_is_summed_in_the_order_of_a_plain_loop(case):
@@ -57,15 +74,32 @@ def test_every_gradient_is_summed_in_the_order_of_a_plain_loop(case):
         if isinstance(task, SegmentNorm | Update):
             chunk = program.layout.chunks[task.chunk]
             assert replay.grads_of(chunk) == {
-                slot.parameter: [
-                    (index, tuple(reversed(model.parameters[slot.parameter].blocks)))
-                    for index in range(program.num_microbatches)
-                ]
+                slot.parameter: plain_sum(
+                    model.parameters[slot.parameter].blocks, program.num_microbatches
+                )
                 for slot in program.layout.slots_of(chunk)
             }
             checked += 1
         replay.step(task)
     assert checked == 2 * sum(chunk.trainable for chunk in program.layout.chunks)
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_running_gradients_are_apart_from_the_second_micro_batch_on(case):
+    model, plan = case
+    program = lower_plan(plan, model, "train_step")
+    running = {name for name in program.buffers if name.startswith("wgrad/")}
+    tied = [p for p in model.parameters.values() if p.trainable and len(p.blocks) > 1]
+    assert running == {
+        f"wgrad/{p.name}@{index}" for p in tied for index in range(1, program.num_microbatches)
+    }
+    assert all(
+        program.buffers[f"wgrad/{p.name}@{index}"].size_bytes
+        == p.num_elements * ITEM_BYTES[p.dtype]
+        for p in tied
+        for index in range(1, program.num_microbatches)
+    )
 
 
 @settings(max_examples=80, deadline=None)

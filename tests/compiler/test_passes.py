@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from models import make_model, make_plan
 
 from packhorse.compiler.layout import lay_out_chunks
@@ -20,18 +21,44 @@ def test_a_tied_parameter_is_summed_from_its_last_user_to_its_first():
     program = lower_plan(make_plan(model, num_microbatches=2), model, "train_step")
     (chunk,) = program.layout.chunks_of("shared.weight")
     grad = f"grad/{chunk.id}"
-    for microbatch in (0, 1):
-        running = f"wgrad/shared.weight@{microbatch}"
-        last, middle, first = (backwards(program, block)[microbatch] for block in (3, 2, 1))
-        assert running in last.writes
-        assert running not in last.reads
-        assert running in middle.writes
-        assert running in middle.reads
-        assert running not in first.writes
-        assert running in first.reads
-        assert grad not in (*last.writes, *middle.writes)
-        assert grad in first.writes
-        assert (grad in first.reads) == (microbatch > 0)
+
+    last, middle, first = (backwards(program, block)[0] for block in (3, 2, 1))
+    assert all(grad in task.writes for task in (last, middle, first))
+    assert [grad in task.reads for task in (last, middle, first)] == [False, True, True]
+    assert "wgrad/shared.weight@0" not in program.buffers
+
+    running = "wgrad/shared.weight@1"
+    last, middle, first = (backwards(program, block)[1] for block in (3, 2, 1))
+    assert [running in task.writes for task in (last, middle, first)] == [True, True, False]
+    assert [running in task.reads for task in (last, middle, first)] == [False, True, True]
+    assert [grad in task.writes for task in (last, middle, first)] == [False, False, True]
+    assert [grad in task.reads for task in (last, middle, first)] == [False, False, True]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_without_clipping_a_tied_chunk_is_updated_after_the_last_backward_that_touches_it(
+    num_microbatches, recompute
+):
+    model = make_model(num_layers=3, tied_head=True, shared_layers=(1, 3))
+    activations = "recompute" if recompute else "keep"
+    plan = make_plan(model, num_microbatches=num_microbatches, clips=False, activations=activations)
+    program = lower_plan(plan, model, "train_step")
+    for name, first_user in (("embed.weight", 0), ("shared.weight", 1)):
+        (chunk,) = program.layout.chunks_of(name)
+        touching = [
+            index
+            for index, task in enumerate(program.tasks)
+            if isinstance(task, Backward)
+            and {f"grad/{chunk.id}", f"param/{chunk.id}"} & {*task.reads, *task.writes}
+        ]
+        last = program.tasks[touching[-1]]
+        assert (last.block, last.microbatch) == (first_user, num_microbatches - 1)
+        (norm,), (update,) = (
+            [i for i, t in enumerate(program.tasks) if isinstance(t, kind) and t.chunk == chunk.id]
+            for kind in (SegmentNorm, Update)
+        )
+        assert touching[-1] < norm < update
 
 
 def test_a_value_used_twice_gets_its_gradient_as_an_extra_root():

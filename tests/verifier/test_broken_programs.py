@@ -235,7 +235,7 @@ def test_the_peak_fits_exactly_and_not_with_a_byte_less(program: Program, pool: 
 
 def test_the_largest_causes_are_named() -> None:
     small = _with_capacity(STEP, "device", verify_program(STEP, MODEL).peak_bytes["device"] - 1)
-    reject(small, MODEL, "capacity", "workspace 544 KiB, ", "18 others", "1 bytes too little")
+    reject(small, MODEL, "capacity", "workspace 512 KiB, ", "18 others", "1 bytes too little")
 
 
 def test_what_a_task_creates_counts_while_it_runs() -> None:
@@ -331,6 +331,18 @@ def test_a_backward_before_its_forward_is_rejected() -> None:
 def test_an_update_before_the_last_gradient_is_rejected() -> None:
     program = move(STEP, "UPD chunk=4", before="B block=2 mb=1")
     reject(program, MODEL, "coverage", "updates chunk 4 before its last gradient", "B block=2 mb=1")
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("words", ["UPD chunk=0", "SEG chunk=0"])
+def test_a_tied_chunk_waits_for_its_first_user(num_microbatches: int, words: str) -> None:
+    plan = make_plan(MODEL, clips=False, num_microbatches=num_microbatches)
+    program = lower_plan(plan, MODEL, "train_step")
+    verify_program(program, MODEL)
+    assert [chunk.id for chunk in program.layout.chunks_of("embed.weight")] == [0]
+    last = f"B block=0 mb={num_microbatches - 1}"
+    rule = "coverage" if words.startswith("UPD") else "order"
+    reject(move(program, words, before=last), MODEL, rule, "chunk 0 before", last)
 
 
 def test_a_frozen_chunk_is_never_updated() -> None:
@@ -451,7 +463,7 @@ def test_the_wrong_chunk_is_named() -> None:
     ("words", "buffer"),
     [
         ("F block=4 mb=0", "saved/3@0"),
-        ("B block=1 mb=0", "wgrad/shared.weight@0"),
+        ("B block=1 mb=1", "wgrad/shared.weight@1"),
         ("B block=4 mb=1", "grad/0"),
         ("B block=0 mb=0", "dvalue/h0@0"),
         ("R block=1 mb=0", "value/h1@0"),
@@ -465,12 +477,75 @@ def test_a_needless_write_is_named(words: str, buffer: str) -> None:
     reject(program, MODEL, "reads", f"writes {buffer}, which it does not need")
 
 
+def _swap(program: Program, words: str, **names: dict[str, str]) -> Program:
+    """Rename buffers in the reads or writes of a task."""
+    task = program.tasks[find(program, words)]
+    fields = {
+        field: tuple(renamed.get(name, name) for name in getattr(task, field))
+        for field, renamed in names.items()
+    }
+    return change(program, words, **fields)
+
+
 def test_the_last_user_of_a_tied_parameter_begins_its_running_gradient() -> None:
-    task = STEP.tasks[find(STEP, "B block=4 mb=0")]
-    reads = (*task.reads, "wgrad/embed.weight@0")
+    task = STEP.tasks[find(STEP, "B block=4 mb=1")]
+    reads = (*task.reads, "wgrad/embed.weight@1")
     reject(
-        change(STEP, "B block=4 mb=0", reads=reads), MODEL, "reads", "reads wgrad/embed.weight@0"
+        change(STEP, "B block=4 mb=1", reads=reads), MODEL, "reads", "reads wgrad/embed.weight@1"
     )
+
+
+def test_the_last_user_of_a_tied_parameter_begins_its_chunk_in_micro_batch_0() -> None:
+    task = STEP.tasks[find(STEP, "B block=4 mb=0")]
+    program = change(STEP, "B block=4 mb=0", reads=(*task.reads, "grad/0"))
+    reject(program, MODEL, "reads", "reads grad/0, which it does not need", "B block=4 mb=0")
+
+
+@pytest.mark.parametrize("words", ["B block=2 mb=0", "B block=1 mb=0"])
+@pytest.mark.parametrize("field", ["reads", "writes"])
+def test_earlier_users_add_to_the_chunk_in_micro_batch_0(words: str, field: str) -> None:
+    assert [chunk.id for chunk in STEP.layout.chunks_of("shared.weight")] == [3]
+    task = STEP.tasks[find(STEP, words)]
+    names = tuple(name for name in getattr(task, field) if name != "grad/3")
+    program = change(STEP, words, **{field: names})
+    verb = field.removesuffix("s")
+    reject(program, MODEL, "reads", f"does not {verb} grad/3, which it needs", words)
+
+
+def test_micro_batch_0_has_no_running_gradient() -> None:
+    # It is declared here, so that only its use is wrong.
+    buffer = replace(STEP.buffers["wgrad/embed.weight@1"], id="wgrad/embed.weight@0")
+    program = add_buffer(STEP, buffer)
+    task = program.tasks[find(program, "B block=4 mb=0")]
+    more = change(program, "B block=4 mb=0", writes=(*task.writes, "wgrad/embed.weight@0"))
+    needless = "writes wgrad/embed.weight@0, which it does not need"
+    reject(more, MODEL, "reads", needless, "B block=4 mb=0")
+
+    # Even where it takes the chunk's place from the last user to the first.
+    aside = {"grad/0": "wgrad/embed.weight@0"}
+    program = _swap(program, "B block=4 mb=0", writes=aside)
+    program = _swap(program, "B block=0 mb=0", reads=aside)
+    free = Free(buffer="wgrad/embed.weight@0", tier="device")
+    program = insert(program, free, before="FEED mb=1")
+    reject(program, MODEL, "reads", "does not write grad/0, which it needs", needless)
+
+
+def test_later_micro_batches_keep_the_running_gradient_apart() -> None:
+    # A chunk that holds micro-batch 0 must not get the gradients of each user one by one.
+    program = _swap(STEP, "B block=4 mb=1", writes={"wgrad/embed.weight@1": "grad/0"})
+    words = ("does not write wgrad/embed.weight@1, which it needs", "writes grad/0")
+    reject(program, MODEL, "reads", *words, "B block=4 mb=1")
+
+
+def test_a_running_gradient_has_the_dtype_of_its_parameter() -> None:
+    model = make_model(dtype="bfloat16", tied_head=True)
+    plan = make_plan(model, compute_dtype="bfloat16", num_microbatches=2)
+    program = lower_plan(plan, model, "train_step")
+    verify_program(program, model)
+    name = "wgrad/embed.weight@1"
+    assert program.buffers[name].size_bytes == 2 * 64 * 32
+    wide = change_buffer(program, name, size_bytes=4 * 64 * 32)
+    reject(wide, model, "reads", f"{name} has 8192 bytes; the model gives it 4096")
 
 
 def test_an_update_touches_every_state() -> None:
@@ -494,7 +569,7 @@ def test_too_little_workspace_is_named(words: str) -> None:
     reject(program, MODEL, "reads", "1 bytes of workspace", words)
 
 
-@pytest.mark.parametrize("name", ["param/0", "saved/2@1", "norm/1", "wgrad/embed.weight@0", "norm"])
+@pytest.mark.parametrize("name", ["param/0", "saved/2@1", "norm/1", "wgrad/embed.weight@1", "norm"])
 def test_a_buffer_of_the_wrong_size_is_named(name: str) -> None:
     size_bytes = STEP.buffers[name].size_bytes
     program = change_buffer(STEP, name, size_bytes=size_bytes + 64)

@@ -2,8 +2,8 @@
 
 A buffer's name says what it holds: `param/3` (a state of chunk 3), `value/h2@0` (a value of
 micro-batch 0), `dvalue/h2@0` (its gradient), `saved/2@0` (what block 2 saved for its backward),
-`wgrad/embed.weight@0` (the running gradient of a tied parameter), `norm/3` (segment norms of
-chunk 3) and `norm` (the global norm).
+`wgrad/embed.weight@1` (the running gradient of a tied parameter, apart from its chunk from the
+second micro-batch on), `norm/3` (segment norms of chunk 3) and `norm` (the global norm).
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def saved_id(block: int, microbatch: int) -> BufferId:
 
 
 def tied_grad_id(parameter: str, microbatch: int) -> BufferId:
-    """Name the running gradient of a tied parameter inside one micro-batch."""
+    """Name the running gradient of a tied parameter inside one micro-batch, not the first.
+
+    In micro-batch 0 nothing is in the parameter's chunk yet, so the running sum is made there.
+    """
     return BufferId(f"wgrad/{parameter}@{microbatch}")
 
 

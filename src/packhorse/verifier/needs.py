@@ -9,8 +9,9 @@ sets of names, and the bytes that each name stands for.
        writes  what it saves
     B  reads   what was saved; chunks, inputs and outputs that its backward uses again; gradients
                of its outputs (the loss has none: it is 1); what it adds to
-       writes  gradients of its inputs, and of its trained parameters: into chunks, but while an
-               earlier block uses a parameter too, into the parameter's running gradient
+       writes  gradients of its inputs, and of its trained parameters: into chunks, but from
+               micro-batch 1 on, while an earlier block uses a parameter too, into the
+               parameter's running gradient
 
 What a Backward adds to is what an earlier Backward made: the gradient of a value by a later user,
 a running gradient by a later user, a chunk's gradient by any earlier Backward of the step.

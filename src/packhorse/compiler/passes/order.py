@@ -8,7 +8,9 @@ the Emit of each loss; everything is in the device tier, nothing is moved or fre
         for each block with a backward, last first: Recompute if so chosen, Backward
 
 A value or parameter with several users gets its gradient from the last user first; earlier users
-add to it as an extra root. The first Backward that touches a gradient chunk creates it.
+add to it as an extra root. The first Backward that touches a gradient chunk creates it. A tied
+parameter is summed in its chunk in micro-batch 0; in later ones the chunk holds earlier
+micro-batches, so the sum is apart until the first user adds it to the chunk.
 """
 
 from __future__ import annotations
@@ -171,9 +173,7 @@ def _backward(
 def _parameter_grads(
     model: Model, parameter: Parameter, block: Block, chunks_of: ChunksOf, microbatch: int
 ) -> tuple[list[BufferId], list[BufferId]]:
-    # What is read beyond what is written, and what is written. In the first micro-batch the chunk
-    # itself holds the running sum of a tied parameter; later it may hold earlier micro-batches, so
-    # the running sum is apart until the parameter's first user has added to it.
+    # What is read beyond what is written, and what is written.
     users = [user for user in parameter.blocks if model.blocks[user].has_backward]
     chunks = [state_id("grad", chunk) for chunk in chunks_of[parameter.name]]
     if len(users) == 1 or microbatch == 0:
