@@ -134,11 +134,11 @@ def _trace_joint(
         )
         given: list[Tensor] = []
         for position, grad in zip(wanted, found, strict=True):
-            if grad is not None:
-                is_parameter = position < num_parameters
-                kind, index = ("parameter", position) if is_parameter else ("input", position)
-                grads_of.append((kind, index if is_parameter else index - first_input))
-                given.append(grad)
+            is_parameter = position < num_parameters
+            kind = "parameter" if is_parameter else "input"
+            grads_of.append((kind, position if is_parameter else position - first_input))
+            # What the loss does not depend on smoothly (an argmax, say) has a gradient of zeros.
+            given.append(torch.zeros_like(values[position]) if grad is None else grad)
         return [*results, *given]
 
     traced = make_fx(run)(*flat, *noise_tensors, *tangents, *(root for _, root in roots))

@@ -6,7 +6,7 @@ and states handed out again, each by running the program made for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from packhorse.optim.groups import hyperparameters
 from packhorse.optim.norm import clip_coefficient
 from packhorse.optim.optimizers import Optimizer
 from packhorse.optim.update import update_shard
-from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, value_id
+from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, PoolId, value_id
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
 from packhorse.runtime.disk import DiskTier
@@ -127,6 +127,7 @@ class Engine:
         self._memory = ChunkMemory(self._layout)
         self._executor = Executor(
             program=programs["load"],
+            peak_bytes=_largest_peaks(proofs.values()),
             runner=BodyRunner(traced, self._layout, self._memory),
             memory=self._memory,
             disk=self._disk,
@@ -307,6 +308,14 @@ def _rate_of(own: float, base: float, scheduled: float) -> float:
     if own == base:
         return scheduled
     return own * (scheduled / base) if base else own
+
+
+def _largest_peaks(proofs: Iterable[Proof]) -> Mapping[PoolId, int]:
+    peaks: dict[PoolId, int] = {}
+    for proof in proofs:
+        for pool, used in proof.peak_bytes.items():
+            peaks[pool] = max(peaks.get(pool, 0), used)
+    return peaks
 
 
 def _chunk_of(buffer: BufferId) -> ChunkId:

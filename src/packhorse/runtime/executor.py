@@ -53,6 +53,7 @@ from packhorse.runtime.disk import DiskTier
 from packhorse.runtime.lanes import Lanes
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.ledger import Ledger
+from packhorse.runtime.memory.spare import SparePages
 from packhorse.runtime.noise import NoiseKey
 from packhorse.timeline.names import kind_of, name_of
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
@@ -124,6 +125,7 @@ class Executor:
         self,
         *,
         program: Program,
+        peak_bytes: Mapping[PoolId, int],
         runner: BodyRunner,
         memory: ChunkMemory,
         disk: DiskTier,
@@ -138,6 +140,7 @@ class Executor:
         self._order = parameter_order
         self._audit = audit
         self._ledger = Ledger(program.pools)
+        self._spare = SparePages({pool.id: peak_bytes.get(pool.id, 0) for pool in program.pools})
         self._chunks = chunk_table(program.layout)
         self._payload: dict[BufferId, Payload] = {}
         self._chunk_present: set[BufferId] = set()
@@ -218,6 +221,8 @@ class Executor:
                 pool = program.buffers[buffer].pools[tier]
                 wanted[pool] = wanted.get(pool, 0) + program.buffers[buffer].size_bytes
                 self._mark(buffer, tier)
+                if tier == "device" and buffer in self._states:
+                    self._spare.reuse(pool, buffer)
         workspace = workspace_of(task)
         if workspace:
             pool = program.workspace_pool
@@ -226,6 +231,8 @@ class Executor:
             if not self._ledger.fits(pool, size):
                 self._lanes.wait_any()
             self._ledger.reserve(pool, size)
+            for spare in self._spare.shed(pool, self._ledger.used_bytes[pool]):
+                self._memory.drop(*self._states[spare])
 
     def _complete(self, task: Task, program: Program) -> None:
         workspace = workspace_of(task)
@@ -277,7 +284,7 @@ class Executor:
             case Copy():
                 self._copy(task)
             case Free():
-                self._free(task)
+                self._free(task, program)
             case Emit():
                 emitted[task.buffer] = self._payload[task.buffer][0].clone()
             case Import():
@@ -388,7 +395,7 @@ class Executor:
             case _:
                 raise AuditError(f"no lane copies from {task.source} to {task.target} here")
 
-    def _free(self, task: Free) -> None:
+    def _free(self, task: Free, program: Program) -> None:
         if task.tier == "disk":
             self._on_disk.discard(task.buffer)
             return
@@ -396,9 +403,10 @@ class Executor:
         if task.buffer in self._states:
             state, chunk = self._states[task.buffer]
             self._chunk_present.discard(task.buffer)
-            self._memory.drop(state, chunk)
             if self._audit:
                 self._memory.poison(state, chunk)
+            buffer = program.buffers[task.buffer]
+            self._spare.keep(buffer.pools["device"], task.buffer, buffer.size_bytes)
             return
         payload = self._payload.pop(task.buffer)
         if self._audit:
