@@ -273,6 +273,10 @@ def test_without_a_disk_only_recompute_saves_memory():
     assert away(least) == {"parameters": 0, "gradients": 0, "optimizer": 0}
     assert "recompute" in {block.activations.value for block in least.blocks}
     assert set(least.budget_bytes) == {"device"}
+    tight = replace(machine, tiers=(replace(machine.tiers[0], budget_bytes=PAGE_BYTES),))
+    with pytest.raises(DoesNotFitError, match="no plan for toy fits") as caught:
+        search(candidates, tight)
+    assert "grant a second tier" in str(caught.value)
 
 
 def test_host_memory_is_taken_before_the_disk():

@@ -17,7 +17,7 @@ from packhorse.search.evaluation import Evaluation, Evaluator, short_plan
 from packhorse.search.knapsack import choose_moves
 from packhorse.search.peaks import explain_peaks, fullest_task
 from packhorse.search.sketch import Sketches
-from packhorse.search.space import UNLIMITED_BYTES, Setting
+from packhorse.search.space import UNLIMITED_BYTES, Setting, find_away_tiers
 from packhorse.timeline.names import name_of
 from packhorse.units import format_bytes, format_exact_bytes
 
@@ -89,7 +89,9 @@ def refuse(evaluator: Evaluator, smallest: Evaluation) -> DoesNotFitError:
     hints = [f"grant at least --budget {grant}: the smallest budget that works"]
     if setting.model.rows > 1:
         hints.append("or offer smaller micro-batches (per_device_train_batch_size: 1)")
-    hints.append("or a shorter max_length")
+    hints.append("or take a shorter max_length")
+    if not find_away_tiers(evaluator.problem.machine):
+        hints.append("or grant a second tier, so that states can leave the device")
     names = " and ".join(short)
     pinned = evaluator.problem.pins.names
     if pinned:
