@@ -19,7 +19,7 @@ from packhorse.data.cache import TokenCache
 from packhorse.data.order import FileOrder, HeldOutOrder, ShuffledOrder, split_rows
 from packhorse.data.preparation import PreparedData, prepare_data
 from packhorse.data.tokenizer import Tokenizer, load_tokenizer
-from packhorse.errors import DataError, RecipeError
+from packhorse.errors import DataError
 from packhorse.machine.probe_cache import default_cache_folder
 from packhorse.trainer.model_sources import ModelSource, find_on_hub
 from packhorse.trainer.recipe import Recipe
@@ -69,7 +69,6 @@ def prepare_run_data(
 
     Raises:
         DataError: data is missing or wrong, or there is nothing to learn from.
-        RecipeError: there is no step to take.
         StorageError: a cache cannot be written.
     """
     tokenizer = find_tokenizer(recipe, source)
@@ -111,12 +110,6 @@ def prepare_run_data(
         num_train_epochs=recipe.num_train_epochs,
         max_steps=recipe.max_steps,
     )
-    if recipe.warmup_steps >= 1 and recipe.warmup_steps > num_steps:
-        raise RecipeError(
-            f"warmup_steps is {recipe.warmup_steps:g}, but the run has {num_steps} steps",
-            where="recipe: warmup_steps",
-            fix="give fewer, or a share below 1 such as 0.03",
-        )
     return RunData(
         train=train,
         evaluation=None

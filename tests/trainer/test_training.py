@@ -1,0 +1,328 @@
+"""Runs from end to end: bitwise the plain loop, killed and resumed, stopped, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_runs import (
+    ALL_IN_MEMORY,
+    ALL_ON_DISK,
+    PlainLoop,
+    make_machine,
+    offer,
+    plan_run,
+    prepare,
+    write_rows,
+)
+
+from packhorse.checkpoint.folders import find_checkpoints
+from packhorse.errors import (
+    FileFormatError,
+    InputError,
+    MismatchError,
+    NonFiniteError,
+    RecipeError,
+    StoppedError,
+    StorageError,
+)
+from packhorse.trainer.observer import SilentObserver, StepReport, TrainResult
+from packhorse.trainer.run_folder import (
+    Resume,
+    ResumeFrom,
+    ResumeNewest,
+    StartFresh,
+    read_metrics,
+    read_resume,
+)
+from packhorse.trainer.training import train
+
+FRESH = StartFresh()
+CURVE = ("step", "epoch", "loss", "eval_loss", "grad_norm", "learning_rate")
+
+
+class Killed(Exception):
+    """Stands for a process that ends in the middle of a run."""
+
+
+class KillAt(SilentObserver):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def stepped(self, report: StepReport) -> None:
+        if report.step == self.step:
+            raise Killed
+
+
+class SignalAt(SilentObserver):
+    def __init__(self, step: int, number: signal.Signals) -> None:
+        self.step = step
+        self.number = number
+
+    def stepped(self, report: StepReport) -> None:
+        if report.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+class Listener(SilentObserver):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def noted(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def run(
+    folder: Path,
+    *,
+    resume: Resume = FRESH,
+    observer: SilentObserver | None = None,
+    **changes: object,
+) -> TrainResult:
+    machine = make_machine(folder)
+    prepared = prepare(folder, machine, **{"per_device_train_batch_size": 2, **changes})
+    plan = plan_run(prepared, machine)
+    traced = offer(prepared, machine).find(
+        rows=plan.numerics.microbatch_rows.value,
+        loss_chunk_tokens=plan.numerics.loss_chunk_tokens.value,
+    )
+    return train(
+        prepared,
+        plan=plan,
+        machine=machine,
+        traced=traced.traced,
+        resume=resume,
+        observer=observer,
+        audit=True,
+    )
+
+
+def curve(folder: Path) -> list[dict[str, object]]:
+    lines = read_metrics(folder / "metrics.jsonl")
+    return [{name: line.get(name) for name in CURVE} for line in lines]
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def assert_same_weights(first: torch.nn.Module, second: torch.nn.Module) -> None:
+    theirs = dict(second.named_parameters())
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, theirs[name]), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"plan": ALL_ON_DISK},
+        {"plan": ALL_IN_MEMORY, "max_grad_norm": None},
+        {"plan": ALL_ON_DISK, "optim": "sgd", "sgd_momentum": 0.9, "max_grad_norm": None},
+    ],
+    ids=["disk", "memory", "sgd"],
+)
+def test_losses_norms_and_weights_are_those_of_the_plain_loop(
+    tmp_path: Path, changes: dict[str, object]
+):
+    run(tmp_path, **changes)
+    machine = make_machine(tmp_path)
+    prepared = prepare(tmp_path, machine, **changes)
+    plain = load(tmp_path / "model")
+    loop = PlainLoop(plain, prepared, microbatch_rows=2)
+    loop.run(1, 6)
+    lines = [line for line in curve(tmp_path / "run") if line["loss"] is not None]
+    assert [line["loss"] for line in lines] == loop.losses
+    assert [line["grad_norm"] for line in lines] == loop.norms
+    assert_same_weights(plain, load(tmp_path / "run"))
+    assert loop.losses[-1] < loop.losses[0]
+
+
+@pytest.mark.parametrize("killed_at", [3, 5])
+def test_a_killed_run_resumes_to_the_same_curve_under_another_plan(tmp_path: Path, killed_at: int):
+    options: dict[str, object] = {"eval_data": str(tmp_path / "eval.jsonl"), "eval_steps": 2}
+    straight = {**options, "output_dir": str(tmp_path / "straight"), "plan": ALL_IN_MEMORY}
+    run(tmp_path, **straight)
+    with pytest.raises(Killed):
+        run(tmp_path, observer=KillAt(killed_at), plan=ALL_ON_DISK, **{**options, "save_steps": 2})
+    result = run(tmp_path, resume=ResumeNewest(), plan=ALL_IN_MEMORY, **options)
+    assert result.resumed_from is not None
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    assert_same_weights(load(tmp_path / "run"), load(tmp_path / "straight"))
+
+
+def test_dropout_resumes_bitwise(tmp_path: Path):
+    changes: dict[str, object] = {"plan": {"recompute": "all"}}
+    prepare(tmp_path, make_machine(tmp_path))
+    config = tmp_path / "model" / "config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "attention_dropout": 0.2}))
+    run(tmp_path, output_dir=str(tmp_path / "straight"), **changes)
+    with pytest.raises(Killed):
+        run(tmp_path, observer=KillAt(4), **changes)
+    run(tmp_path, resume=ResumeNewest(), **changes)
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Signals):
+    before = signal.getsignal(number)
+    with pytest.raises(StoppedError) as caught:
+        run(tmp_path, observer=SignalAt(2, number), plan=ALL_ON_DISK)
+    assert signal.getsignal(number) is before
+    assert caught.value.exit_code == 75
+    assert f"stopped by {number.name} after step 2 of 6" in str(caught.value)
+    assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
+    run(tmp_path, resume=ResumeNewest(), plan=ALL_ON_DISK)
+    assert [line["step"] for line in curve(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_state_of_an_earlier_run_is_never_written_over(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, observer=KillAt(4))
+    with pytest.raises(InputError) as caught:
+        run(tmp_path)
+    assert "checkpoint-3" in str(caught.value)
+    assert "--resume" in str(caught.value)
+    assert "another output_dir" in str(caught.value)
+
+
+def test_a_damaged_checkpoint_is_skipped_and_named(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, observer=KillAt(5), save_steps=2)
+    with (tmp_path / "run" / "checkpoint-4" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\xff")
+    listener = Listener()
+    result = run(tmp_path, resume=ResumeNewest(), observer=listener)
+    assert result.resumed_from == tmp_path / "run" / "checkpoint-2"
+    assert any("checkpoint-4 is skipped" in note for note in listener.notes)
+    with pytest.raises(FileFormatError, match="damaged"):
+        run(tmp_path, resume=ResumeFrom(path=tmp_path / "run" / "checkpoint-4"), max_steps=8)
+
+
+def test_resuming_nothing_starts_afresh_and_says_so_or_refuses(tmp_path: Path):
+    listener = Listener()
+    run(tmp_path, resume=ResumeNewest(), observer=listener, max_steps=1)
+    assert any("begins at step 1" in note for note in listener.notes)
+    with pytest.raises(InputError, match="no checkpoint to resume from"):
+        run(
+            tmp_path,
+            resume=read_resume(None, fallback=True),
+            output_dir=str(tmp_path / "other"),
+        )
+
+
+def test_other_data_or_another_seed_cannot_resume(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, observer=KillAt(4))
+    with pytest.raises(MismatchError, match="seed is 42, this run's is 43"):
+        run(tmp_path, resume=ResumeNewest(), seed=43)
+    write_rows(tmp_path / "train.jsonl", 41)
+    with pytest.raises(MismatchError, match="num_rows is 43, this run's is 44"):
+        run(tmp_path, resume=ResumeNewest())
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_spoils_no_checkpoint(tmp_path: Path):
+    with pytest.raises(NonFiniteError) as caught:
+        run(
+            tmp_path, learning_rate=1e30, warmup_steps=0, max_grad_norm=None, save_steps=1,
+            save_total_limit=None,
+        )  # fmt: skip
+    assert "step 2" in str(caught.value) or "step 3" in str(caught.value)
+    assert "learning_rate" in str(caught.value)
+
+
+def test_the_disk_must_hold_what_the_run_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("packhorse.storage.space.free_bytes", lambda _: 40 << 20)
+    with pytest.raises(StorageError, match="what this run saves does not fit"):
+        run(tmp_path, plan=ALL_IN_MEMORY)
+    assert not find_checkpoints(tmp_path / "run")
+
+
+def test_a_plan_for_another_batch_is_refused(tmp_path: Path):
+    machine = make_machine(tmp_path)
+    plan = plan_run(prepare(tmp_path, machine), machine)
+    other = prepare(tmp_path, machine, global_batch_size=8)
+    with pytest.raises(RecipeError, match="the recipe asks for 8"):
+        train(other, plan=plan, machine=machine)
+
+
+def test_old_checkpoints_go_and_the_folder_is_complete(tmp_path: Path):
+    run(tmp_path, save_steps=2, save_total_limit=2)
+    folder = tmp_path / "run"
+    assert [path.name for path in find_checkpoints(folder)] == ["checkpoint-4", "checkpoint-6"]
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {
+        "recipe.yaml", "machine.json", "plan.json", "timeline-measured.json", "metrics.jsonl",
+        "logs", "config.json", "model.safetensors", "tokenizer.json",
+    }  # fmt: skip
+    assert "step 6 loss" in (folder / "logs" / "rank-0.log").read_text()
+    assert not list((tmp_path / "scratch").glob("*.scratch"))
+
+
+def test_random_weights_from_a_config_alone_are_the_same_each_time(tmp_path: Path):
+    prepare(tmp_path, make_machine(tmp_path))
+    config = str(tmp_path / "model" / "config.json")
+    for name in ("one", "two"):
+        run(tmp_path, model_name_or_path=config, output_dir=str(tmp_path / name), max_steps=2)
+    assert curve(tmp_path / "one") == curve(tmp_path / "two")
+    assert_same_weights(load(tmp_path / "one"), load(tmp_path / "two"))
+
+
+def test_bfloat16_trains_close_to_float32_and_resumes_bitwise(tmp_path: Path):
+    run(tmp_path, output_dir=str(tmp_path / "exact"))
+    run(tmp_path, output_dir=str(tmp_path / "straight"), bf16=True)
+    with pytest.raises(Killed):
+        run(tmp_path, observer=KillAt(4), bf16=True, plan=ALL_ON_DISK)
+    run(tmp_path, resume=ResumeNewest(), bf16=True)
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    exact = [line["loss"] for line in curve(tmp_path / "exact")]
+    rounded = [line["loss"] for line in curve(tmp_path / "straight")]
+    assert exact != rounded
+    torch.testing.assert_close(torch.tensor(rounded), torch.tensor(exact), rtol=2e-2, atol=0)
+
+
+def test_frozen_parameters_stay_as_they_were(tmp_path: Path):
+    run(tmp_path, freeze=["*.mlp.*", "model.embed_tokens.weight"], plan=ALL_ON_DISK)
+    before, after = load(tmp_path / "model"), dict(load(tmp_path / "run").named_parameters())
+    for name, parameter in before.named_parameters():
+        frozen = ".mlp." in name or "embed_tokens" in name
+        assert torch.equal(parameter, after[name]) == frozen, name
+
+
+def test_evaluation_is_the_mean_over_all_label_tokens(tmp_path: Path):
+    run(
+        tmp_path, eval_data=str(tmp_path / "eval.jsonl"), eval_steps=None, max_steps=2,
+        learning_rate=0.0,
+    )  # fmt: skip
+    model = load(tmp_path / "model").eval()
+    machine = make_machine(tmp_path)
+    data = prepare(tmp_path, machine, eval_data=str(tmp_path / "eval.jsonl")).data
+    assert data.evaluation is not None
+    total, items = 0.0, 0
+    for index in range(data.evaluation.steps_per_epoch):
+        batch = data.evaluation.batch(index)
+        with torch.no_grad():
+            found = model(
+                input_ids=batch.inputs["input_ids"], labels=batch.inputs["labels"],
+                num_items_in_batch=torch.tensor(1.0),
+            )  # fmt: skip
+        total += float(found.loss)
+        items += batch.num_items
+    last = curve(tmp_path / "run")[-1]["eval_loss"]
+    assert last == pytest.approx(total / items, rel=1e-6)
+
+
+def test_a_plan_is_for_its_optimizer_alone(tmp_path: Path):
+    machine = make_machine(tmp_path)
+    prepared = prepare(tmp_path, machine)
+    plan = plan_run(prepared, machine)
+    clips = replace(plan, optimizer=replace(plan.optimizer, clips=False))
+    with pytest.raises(InputError, match="does not clip"):
+        train(prepared, plan=clips, machine=machine)
