@@ -164,7 +164,7 @@ def _measure_body(traced: Traced, body: BodyId) -> BodyTime:
         backward = code.backward
         if backward is not None:
             flat = _backward_arguments(code, arguments, results, generator)
-            backward_ns, _ = _time(lambda: backward.write(*flat))
+            backward_ns, _ = _time(lambda: backward.first.graph(*flat))
     return BodyTime(forward_ns=keep_ns, discard_ns=discard_ns, backward_ns=backward_ns)
 
 
@@ -202,7 +202,7 @@ def _backward_arguments(
     backward = code.backward
     assert backward is not None
     outputs, saved = results[: code.num_outputs], results[code.num_outputs :]
-    holders = [node for node in backward.write.graph.nodes if node.op == "placeholder"]
+    holders = [node for node in backward.first.graph.graph.nodes if node.op == "placeholder"]
     known = [
         *saved,
         *(arguments.parameters[index] for index in backward.parameters),
