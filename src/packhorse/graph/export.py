@@ -9,9 +9,8 @@ left as it was. A batch dimension that the model allows to vary stays symbolic.
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +73,7 @@ class LossModule(nn.Module):
             output = self.module(**batch, num_items_in_batch=denominator, use_cache=False)
             return output.loss if hasattr(output, "loss") else output[0]
         output = self.module(**batch)
-        loss = output.loss if hasattr(output, "loss") else output
+        loss: Tensor | tuple[Tensor, ...] = output.loss if hasattr(output, "loss") else output
         if isinstance(loss, tuple):
             loss = loss[0]
         return loss / denominator
@@ -176,7 +175,8 @@ def _export(
                 dynamic_shapes=(None, dims) if dims is not None else None,
                 strict=False,
             )
-    return program.graph, program.graph_signature, dict(program.constants)
+    constants = {n: value for n, value in program.constants.items() if isinstance(value, Tensor)}
+    return program.graph, program.graph_signature, constants
 
 
 def _read_signature(
@@ -227,14 +227,14 @@ def _read_signature(
 @contextlib.contextmanager
 def _fake_weights(
     module: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
-) -> Iterator[None]:
+) -> Generator[None]:
     """Swap parameters and buffers for fake CPU tensors while tracing; ties stay ties."""
     parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
     buffers: list[tuple[nn.Module, str, Tensor]] = []
-    fakes: dict[int, Tensor] = {}
+    fakes: dict[int, nn.Parameter] = {}
     for owner in module.modules():
-        parameters += [(owner, n, p) for n, p in owner._parameters.items() if p is not None]
-        buffers += [(owner, n, b) for n, b in owner._buffers.items() if b is not None]
+        parameters += [(owner, n, p) for n, p in _parameters_of(owner).items() if p is not None]
+        buffers += [(owner, n, b) for n, b in _buffers_of(owner).items() if b is not None]
 
     def dtype_of(tensor: Tensor) -> torch.dtype:
         return compute_dtype if tensor.is_floating_point() else tensor.dtype
@@ -246,16 +246,24 @@ def _fake_weights(
                     torch.empty(parameter.shape, dtype=dtype_of(parameter)),
                     requires_grad=parameter.requires_grad,
                 )
-            owner._parameters[name] = fakes[id(parameter)]  # pyright: ignore[reportArgumentType]  # a Parameter by construction
+            _parameters_of(owner)[name] = fakes[id(parameter)]
         for owner, name, buffer in buffers:
-            owner._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            _buffers_of(owner)[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
     try:
         yield
     finally:
         for owner, name, parameter in parameters:
-            owner._parameters[name] = parameter
+            _parameters_of(owner)[name] = parameter
         for owner, name, buffer in buffers:
-            owner._buffers[name] = buffer
+            _buffers_of(owner)[name] = buffer
+
+
+def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    return module._parameters  # pyright: ignore[reportPrivateUsage]  # swapped without side effects
+
+
+def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    return module._buffers  # pyright: ignore[reportPrivateUsage]  # swapped without side effects
 
 
 def _explain(module: nn.Module, error: Exception) -> ModelError:
@@ -268,8 +276,3 @@ def _explain(module: nn.Module, error: Exception) -> ModelError:
         fix="the forward must not branch on tensor values, call .item() or change its inputs;"
         "\nit takes the batch as keyword arguments and returns a loss",
     )
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """Copy a graph so that it can be changed."""
-    return copy.deepcopy(graph)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from packhorse.graph.liveness import storages_of
+from packhorse.graph.nodes import writes_in_place
 
 
 def extract_graph(
@@ -24,7 +25,7 @@ def extract_graph(
             for node in nodes
             if node in inside
             and node not in needed
-            and _mutates(node)
+            and writes_in_place(node)
             and _keys([node.args[0]] if isinstance(node.args[0], fx.Node) else []) & kept
         ]
         if not writers:
@@ -44,6 +45,7 @@ def extract_graph(
 
 
 def closure_of(results: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    """The nodes of `inside` that results are computed from, themselves included."""
     needed: set[fx.Node] = set()
     pending = [node for node in results if node in inside]
     while pending:
@@ -52,11 +54,6 @@ def closure_of(results: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]
             needed.add(node)
             pending += [source for source in node.all_input_nodes if source in inside]
     return needed
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _keys(nodes: Iterable[fx.Node]) -> frozenset[int]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from torch import Tensor, fx
+from torch import fx
+from torch.fx.node import Argument
 from torch.utils.flop_counter import flop_registry
+
+from packhorse.graph.nodes import is_operation, node_of, tensor_of
 
 _aten = torch.ops.aten
 _CPU_ATTENTION = {
@@ -19,12 +22,12 @@ def count_flops(graph: fx.Graph) -> int:
     """Sum the FLOPs of a graph whose nodes carry fake tensors."""
     total = 0
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not is_operation(node.target):
             continue
         matmuls = _CPU_ATTENTION.get(node.target)
         if matmuls is not None:
             first = 1 if matmuls == 5 else 0
-            query, key = (_value(node.args[first + i]) for i in range(2))
+            query, key = (tensor_of(node_of(node.args[first + i])) for i in range(2))
             total += matmuls * 2 * prod(query.shape) * key.shape[-2]
             continue
         count = flop_registry.get(node.target.overloadpacket)
@@ -35,6 +38,6 @@ def count_flops(graph: fx.Graph) -> int:
     return total
 
 
-def _value(node: object) -> Tensor:
-    assert isinstance(node, fx.Node)
-    return node.meta["val"]
+def _value(node: fx.Node) -> Argument:
+    value: Argument = node.meta["val"]
+    return value

@@ -12,17 +12,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
 from packhorse.errors import ModelError
+from packhorse.graph.nodes import node_of
 
 _aten = torch.ops.aten
-_PASS_THROUGH = (_aten.view.default, _aten.reshape.default, _aten.to.dtype, _aten.alias.default)
-_PASS_THROUGH += (_aten.to.dtype_layout, _aten.contiguous.default, _aten._to_copy.default)
+_PASS_THROUGH = (
+    _aten.view.default,
+    _aten.reshape.default,
+    _aten.alias.default,
+    _aten.to.dtype,
+    _aten.to.dtype_layout,
+    _aten.contiguous.default,
+    _aten._to_copy.default,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +62,14 @@ class BlockInterpreter(fx.Interpreter):
         noise: Sequence[Tensor] | None,
         chunk_tokens: int | None,
     ) -> None:
-        super().__init__(fx.GraphModule({}, graph), garbage_collect_values=True)
+        runnable = fx.GraphModule({}, graph)
+        super().__init__(runnable, garbage_collect_values=True)
         self.block_module = module
         self.training = training
         self.noise = noise
         self.requests: list[Noise] = []
         self.chunk_tokens = chunk_tokens
-        self.heads = find_loss_heads(self.graph) if chunk_tokens else {}
+        self.heads = find_loss_heads(runnable.graph) if chunk_tokens else {}
         self.skipped = {node for head in self.heads.values() for node in head.replaced}
         if self.heads:
             # The head's inputs must outlive the nodes that the chunked loss replaces.
@@ -107,7 +116,12 @@ class BlockInterpreter(fx.Interpreter):
             return torch.empty(shape, dtype=dtype)
         return self.noise[index]
 
-    def _attend_with_dropout(self, p: float, args: Any, kwargs: Any) -> Tensor:
+    def _attend_with_dropout(
+        self,
+        p: float,
+        args: Any,  # Any: arguments of the operation, as fx hands them on
+        kwargs: Any,  # Any: as above
+    ) -> Tensor:
         query, key, value = args[:3]
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
@@ -145,21 +159,22 @@ def find_loss_heads(graph: fx.Graph) -> dict[fx.Node, LossHead]:
     for node in graph.nodes:
         if node.target is not _aten.cross_entropy_loss.default:
             continue
-        weight = node.args[2] if len(node.args) > 2 else node.kwargs.get("weight")
-        reduction = node.args[3] if len(node.args) > 3 else node.kwargs.get("reduction", 1)
-        if weight is not None or reduction != 2 or len(node.args) > 4 or len(node.kwargs) > 1:
+        args = list(node.args)
+        weight = args[2] if len(args) > 2 else node.kwargs.get("weight")
+        reduction = args[3] if len(args) > 3 else node.kwargs.get("reduction", 1)
+        if weight is not None or reduction != 2 or len(args) > 4 or len(node.kwargs) > 1:
             continue
         replaced: list[fx.Node] = []
-        current, user = node.args[0], node
+        current, user = args[0], node
         while isinstance(current, fx.Node) and set(current.users) == {user}:
             replaced.append(current)
             if current.target is _aten.linear.default:
-                bias = current.args[2] if len(current.args) > 2 else None
+                hidden, matrix, *rest = current.args
                 heads[node] = LossHead(
-                    hidden=current.args[0],  # pyright: ignore[reportArgumentType]  # linear's first argument is a node
-                    weight=current.args[1],  # pyright: ignore[reportArgumentType]  # and so is its second
-                    bias=bias,  # pyright: ignore[reportArgumentType]  # and its third, if any
-                    target=node.args[1],
+                    hidden=node_of(hidden),
+                    weight=node_of(matrix),
+                    bias=node_of(rest[0]) if rest and rest[0] is not None else None,
+                    target=node_of(args[1]),
                     replaced=tuple(replaced),
                 )
                 break
@@ -197,7 +212,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # Any: autograd's own signature
         hidden_ND, weight_VD, bias_V, target_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         root = grads[0]
@@ -229,7 +244,7 @@ def chunked_loss(
 ) -> Tensor:
     """Sum of the cross-entropy of `linear(hidden)`; at most `chunk_tokens` rows of logits exist."""
     hidden_ND = hidden.reshape(-1, hidden.shape[-1])
-    result: Tensor = _ChunkedLoss.apply(  # pyright: ignore[reportAssignmentType]  # apply is untyped
-        hidden_ND, weight_VD, bias_V, target.reshape(-1), chunk_tokens
+    return cast(  # apply is untyped
+        "Tensor",
+        _ChunkedLoss.apply(hidden_ND, weight_VD, bias_V, target.reshape(-1), chunk_tokens),
     )
-    return result

@@ -11,6 +11,7 @@ root, which is where eager has it too: before the block's own contributions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -112,9 +113,7 @@ def _trace_joint(
         arriving = list(everything[len(flat) + len(noise) :])
         results = list(_interpreter(graph, module, drawn, chunk_tokens).run(*values))
         results = _make_distinct(results, values)
-        proxy_mode = get_proxy_mode()
-        assert proxy_mode is not None
-        forward_names.update(node.name for node in proxy_mode.tracer.graph.nodes)
+        forward_names.update(node.name for node in _graph_so_far().nodes)
         if flow is None:
             return results
         heads: list[Tensor] = []
@@ -129,9 +128,7 @@ def _trace_joint(
         for position, _ in roots:
             heads.append(values[position])
             grads.append(arriving.pop(0))
-        found = torch.autograd.grad(
-            heads, [values[i] for i in wanted], grad_outputs=grads, allow_unused=True
-        )
+        found = _differentiate(heads, [values[i] for i in wanted], grads)
         given: list[Tensor] = []
         for position, grad in zip(wanted, found, strict=True):
             is_parameter = position < num_parameters
@@ -147,6 +144,20 @@ def _trace_joint(
         forward=frozenset(forward_names), num_outputs=len(outputs), grads_of=tuple(grads_of)
     )
     return traced, parts
+
+
+def _graph_so_far() -> fx.Graph:
+    """The graph that is being traced."""
+    proxy_mode = get_proxy_mode()
+    assert proxy_mode is not None
+    return cast("fx.Graph", proxy_mode.tracer.graph)  # the tracer is untyped
+
+
+def _differentiate(
+    heads: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of inputs; None for one that the heads do not depend on."""
+    return torch.autograd.grad(heads, inputs, grad_outputs=grads, allow_unused=True)
 
 
 def _make_distinct(results: list[Tensor], arguments: Sequence[Tensor]) -> list[Tensor]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor, fx
+
+from packhorse.graph.nodes import is_operation, writes_in_place
 
 
 def storages_of(value: object) -> Iterator[tuple[int, int]]:
     """The storages behind a traced value: (identity, bytes)."""
     if isinstance(value, Tensor):
         storage = value.untyped_storage()
-        yield storage._cdata, storage.nbytes()  # the storage's identity has no public name
+        identity = storage._cdata  # pyright: ignore[reportPrivateUsage]  # it has no public name
+        yield identity, storage.nbytes()
     elif isinstance(value, tuple | list):
         for item in value:  # pyright: ignore[reportUnknownVariableType]  # items of any traced value
             yield from storages_of(item)  # pyright: ignore[reportUnknownArgumentType]  # as above
@@ -65,7 +67,7 @@ def moved_bytes(graph: fx.Graph) -> int:
     """Bytes that the graph's operations read and write, views not counted."""
     moved = 0
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not is_operation(node.target):
             continue
         outs = dict(storages_of(node.meta.get("val")))
         ins = {
@@ -73,7 +75,7 @@ def moved_bytes(graph: fx.Graph) -> int:
             for source in node.all_input_nodes
             for key, size in storages_of(source.meta.get("val"))
         }
-        if not outs or (set(outs) <= set(ins) and not node.target._schema.is_mutable):
+        if not outs or (set(outs) <= set(ins) and not writes_in_place(node)):
             continue
         moved += sum(_tensor_bytes(node.meta.get("val")))
         moved += sum(sum(_tensor_bytes(source.meta.get("val"))) for source in node.all_input_nodes)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 
 from torch import Tensor
 
 
 @contextlib.contextmanager
-def trace_like_eager(packed: bool) -> Iterator[None]:
+def trace_like_eager(packed: bool) -> Generator[None]:
     """Make transformers choose masks as in eager mode while the block runs.
 
     Args:
@@ -26,18 +26,19 @@ def trace_like_eager(packed: bool) -> Iterator[None]:
     if masking is None:
         yield
         return
-    exporting = masking.is_torchdynamo_exporting
-    find_packed = masking.find_packed_sequence_indices
+    names = vars(masking)
+    exporting: Callable[[], bool] = names["is_torchdynamo_exporting"]
+    find_packed: Callable[[Tensor], Tensor | None] = names["find_packed_sequence_indices"]
 
     def find_in_traced(position_ids: Tensor) -> Tensor | None:
         # Eager mode looks at the values; a trace cannot. Without position ids in the batch they
         # are 0..T-1 and eager finds nothing.
         return find_packed(position_ids) if packed else None
 
-    masking.is_torchdynamo_exporting = lambda: False
-    masking.find_packed_sequence_indices = find_in_traced
+    names["is_torchdynamo_exporting"] = lambda: False
+    names["find_packed_sequence_indices"] = find_in_traced
     try:
         yield
     finally:
-        masking.is_torchdynamo_exporting = exporting
-        masking.find_packed_sequence_indices = find_packed
+        names["is_torchdynamo_exporting"] = exporting
+        names["find_packed_sequence_indices"] = find_packed

@@ -47,6 +47,15 @@ def part_joint(
     noise: tuple[Noise, ...],
     evaluate: fx.GraphModule,
 ) -> BodyCode:
+    """Part the joint graph of a block, whose results are its outputs and then its gradients.
+
+    Args:
+        joint: its placeholders are the block's arguments, the noise, and the gradients that
+            arrive from later blocks.
+        flow: None for a block without a backward.
+        noise: what the forward draws.
+        evaluate: the graph without dropout, which becomes part of the result as it is.
+    """
     nodes = list(joint.graph.nodes)
     holders = [node for node in nodes if node.op == "placeholder"]
     num_forward_args = len(arguments.flat) + len(noise)

@@ -16,11 +16,13 @@ only those are made and added, and the others keep their bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, fx
 
 from packhorse.graph.code import BackwardVariant, BodyArguments, GradientFlow
+from packhorse.graph.nodes import node_of, tensor_of
 
 _aten = torch.ops.aten
 GradsOf = Sequence[tuple[str, int]]
@@ -72,7 +74,7 @@ class _Editor:
         self.graph = fx.Graph()
         results = self.graph.graph_copy(bare.graph, {})
         assert isinstance(results, list | tuple)
-        self.results: list[fx.Node] = list(results)  # pyright: ignore[reportArgumentType]  # the graph returns a list of nodes
+        self.results = [node_of(result) for result in results]
         holders = [node for node in self.graph.nodes if node.op == "placeholder"]
         rooted = [index for index, given in enumerate(flow.parameter_roots) if given]
         self.roots = dict(zip(rooted, holders[len(holders) - len(rooted) :], strict=True))
@@ -200,31 +202,27 @@ class _Editor:
 
 
 def _like(node: fx.Node) -> Tensor:
-    value: Tensor = node.meta["val"]
-    return torch.empty_like(value)
+    return torch.empty_like(tensor_of(node))
 
 
 def _find_product(grad: fx.Node) -> fx.Node | None:
     """The matmul whose product is the gradient, seen through pairs of transposes."""
     node, transposed = grad, False
     while node.target is _aten.t.default and len(node.users) == (0 if node is grad else 1):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node, transposed = source, not transposed
+        node, transposed = node_of(node.args[0]), not transposed
     alone = len(node.users) == (0 if node is grad else 1)
     return node if node.target is _aten.mm.default and alone and not transposed else None
 
 
 def _same_layout(product: fx.Node, parameter: Tensor) -> bool:
-    value: Tensor = product.meta["val"]
+    value = tensor_of(product)
     return value.shape == parameter.shape and value.dtype == torch.float32
 
 
 def _erase_chain(graph: fx.Graph, grad: fx.Node, product: fx.Node) -> None:
     node = grad
     while node is not product:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
+        source = node_of(node.args[0])
         graph.erase_node(node)
         node = source
     graph.erase_node(product)
@@ -246,7 +244,7 @@ def _find_rows(grad: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     rows, indices, _, padding, by_frequency = grad.args
     if by_frequency or (isinstance(padding, int) and padding >= 0):
         return None
-    return rows, indices  # pyright: ignore[reportReturnType]  # both arguments are nodes
+    return node_of(rows), node_of(indices)
 
 
 def sum_rows(rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,7 +253,9 @@ def sum_rows(rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The distinct indices, ascending, and a row of sums for each.
     """
-    distinct, place = torch.unique(indices, return_inverse=True)
+    distinct, place = cast(  # unique is untyped
+        "tuple[Tensor, Tensor]", torch.unique(indices, return_inverse=True)
+    )
     sums = _aten.embedding_dense_backward.default(rows, place, distinct.numel(), -1, False)
     return distinct, sums
 

@@ -12,16 +12,17 @@ alone (positions, RoPE tables, masks, shifted labels) are recomputed in every bl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Final
 
-import torch
 from torch import Tensor, fx
 
 from packhorse.errors import ModelError
 from packhorse.graph.export import Exported
+from packhorse.graph.nodes import schema_of, sizes_of, writes_in_place
 
 MIN_BLOCKS: Final = 3
 WIDE: Final = 3.0  # a cut this many times wider than both neighbours is no cut
@@ -59,12 +60,13 @@ def split_graph(exported: Exported) -> tuple[Piece, ...]:
     """Cut the graph into blocks; every operation that depends on a parameter is in one block."""
     graph = _clean(exported.graph)
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    result = next(node for node in graph.nodes if node.op == "output").args[0]
+    result = _output_of(graph).args[0]
     loss = result[0] if isinstance(result, tuple | list) else result
-    if not isinstance(loss, fx.Node) or not isinstance(_value_of(loss), Tensor):
+    value = loss.meta.get("val") if isinstance(loss, fx.Node) else None
+    if not isinstance(loss, fx.Node) or not isinstance(value, Tensor):
         raise ModelError("the forward returns no loss tensor")
-    if prod(_value_of(loss).shape) != 1:
-        raise ModelError(f"the loss has shape {tuple(_value_of(loss).shape)}, not one element")
+    if prod(value.shape) != 1:
+        raise ModelError(f"the loss has shape {tuple(value.shape)}, not one element")
     rooted = _depend_on_parameters(graph, exported)
     line = [node for node in nodes if node in rooted]
     if not line or loss not in rooted:
@@ -78,11 +80,8 @@ def split_graph(exported: Exported) -> tuple[Piece, ...]:
 
 def _clean(source: fx.Graph) -> fx.Graph:
     graph = fx.Graph()
-    outputs = graph.graph_copy(source, {}, return_output_node=True)
-    assert outputs is not None
-    value, original = outputs
-    node = graph.output(value)
-    node.meta = original.meta
+    node = graph.output(graph.graph_copy(source, {}))
+    node.meta = _output_of(source).meta
     for found in list(graph.nodes):
         if found.op == "call_function" and str(found.target) in _DROPPED:
             graph.erase_node(found)
@@ -90,9 +89,8 @@ def _clean(source: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _value_of(node: fx.Node) -> Tensor:
-    value = node.meta.get("val")
-    return value  # pyright: ignore[reportReturnType]  # export writes a fake tensor in every tensor node
+def _output_of(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op == "output")
 
 
 def _depend_on_parameters(graph: fx.Graph, exported: Exported) -> set[fx.Node]:
@@ -110,7 +108,7 @@ def _depend_on_parameters(graph: fx.Graph, exported: Exported) -> set[fx.Node]:
 
 
 def _modules_of(node: fx.Node) -> tuple[str, ...]:
-    stack = node.meta.get("nn_module_stack") or {}
+    stack: Mapping[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
     return tuple(path for path, _ in stack.values())
 
 
@@ -127,10 +125,7 @@ def _bytes_of(node: fx.Node, rows: int) -> int:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    size = 1
-    for dim in value.shape:
-        size *= int(dim) if isinstance(dim, int) else rows
-    return size * value.element_size()
+    return prod(sizes_of(value, rows)) * value.element_size()
 
 
 def _choose_cuts(line: list[fx.Node], loss: fx.Node, exported: Exported) -> list[int]:
@@ -181,7 +176,7 @@ def _cuts_inside_tuples(line: list[fx.Node], place: Mapping[fx.Node, int]) -> se
         users = [place[user] for user in node.users if user in place]
         if users and not isinstance(node.meta.get("val"), Tensor):
             blocked.update(range(index + 1, max(users) + 1))
-        if _writes_in_place(node):
+        if writes_in_place(node):
             origin = node.args[0]
             while isinstance(origin, fx.Node) and origin in place:
                 blocked.update(range(place[origin] + 1, index + 1))
@@ -191,13 +186,8 @@ def _cuts_inside_tuples(line: list[fx.Node], place: Mapping[fx.Node, int]) -> se
     return blocked
 
 
-def _writes_in_place(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
 def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node)
     return schema is not None and any(
         argument.alias_info is not None and not argument.alias_info.is_write
         for argument in schema.arguments
@@ -206,7 +196,7 @@ def _is_view(node: fx.Node) -> bool:
 
 def _drop_wide(cuts: list[int], widths: list[int]) -> list[int]:
     """Keep the narrowest of each run of neighbouring cuts, and drop cuts that are far too wide."""
-    kept = [
+    return [
         cut
         for index, cut in enumerate(cuts)
         if not (
@@ -216,7 +206,6 @@ def _drop_wide(cuts: list[int], widths: list[int]) -> list[int]:
         )
         or _is_edge_ok(index, cuts, widths)
     ]
-    return kept
 
 
 def _is_edge_ok(index: int, cuts: list[int], widths: list[int]) -> bool:
@@ -232,10 +221,7 @@ def _join_tiny(cuts: list[int], line: list[fx.Node], exported: Exported) -> list
     """Drop cuts that would leave a block with almost no work; it joins the block after it."""
     while cuts:
         bounds = [0, *cuts, len(line)]
-        weights = [
-            _weight(line[start:stop], exported)
-            for start, stop in zip(bounds, bounds[1:], strict=False)
-        ]
+        weights = [_weight(line[start:stop], exported) for start, stop in pairwise(bounds)]
         floor = TINY * max(weights)
         tiny = next((i for i, weight in enumerate(weights) if weight < floor), None)
         if tiny is None:
@@ -300,8 +286,8 @@ def _cut_piece(
     )
 
 
-def _unique(names: object) -> tuple[str, ...]:
-    found = tuple(names)  # pyright: ignore[reportArgumentType]  # a generator of str
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    found = tuple(names)
     assert len(set(found)) == len(found), "tied parameters have one placeholder each"
     return found
 
@@ -326,8 +312,3 @@ def _enclosing_module(nodes: list[fx.Node]) -> str:
     shortest = min(stacks, key=len)
     depth = min(_common(shortest, stack) for stack in stacks)
     return shortest[depth - 1] if depth else ""
-
-
-def symbolic_rows(value: object, rows: int) -> object:
-    """Replace a symbolic number of rows by `rows`."""
-    return rows if isinstance(value, torch.SymInt) else value

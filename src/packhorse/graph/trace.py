@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packhorse.errors import ModelError
 from packhorse.graph.code import BodyArguments, BodyCode, GradientFlow
-from packhorse.graph.export import DENOMINATOR, Exported
+from packhorse.graph.export import Exported
 from packhorse.graph.interpret import BlockInterpreter, find_loss_heads
 from packhorse.graph.joint import trace_body
+from packhorse.graph.nodes import sizes_of, tensor_of
 from packhorse.graph.split import Piece, split_graph
 from packhorse.model.spec import (
     Block,
@@ -256,7 +257,7 @@ class _Assembler:
         )
         vocabulary = None
         if heads:
-            weight = heads[0].weight.meta["val"]
+            weight = tensor_of(heads[0].weight)
             vocabulary = int(weight.shape[0])
         return Traced(
             model=model,
@@ -326,14 +327,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _placeholder(graph: fx.Graph, name: str) -> Tensor:
-    return next(n for n in graph.nodes if n.op == "placeholder" and n.name == name).meta["val"]
+    return tensor_of(next(n for n in graph.nodes if n.op == "placeholder" and n.name == name))
 
 
 def _concrete(symbolic: Tensor, rows: int) -> Tensor:
-    shape = [int(dim) if isinstance(dim, int) else rows for dim in symbolic.shape]
-    if symbolic.dim() and isinstance(symbolic.shape[0], int) and symbolic.shape[0] != rows:
-        shape[0] = symbolic.shape[0]
-    return torch.empty(shape, dtype=symbolic.dtype)
+    return torch.empty(sizes_of(symbolic, rows), dtype=symbolic.dtype)
 
 
 def _describe_value(
@@ -411,8 +409,3 @@ def _fingerprint(exported: Exported, pieces: tuple[Piece, ...]) -> str:
             if node.op == "call_function":
                 digest.update(f"{node.target}\n".encode())
     return digest.hexdigest()
-
-
-def denominator_input() -> ValueId:
-    """The step input that a micro-batch's summed loss is divided by."""
-    return ValueId(DENOMINATOR)

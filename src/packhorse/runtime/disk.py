@@ -28,7 +28,7 @@ class DiskTier:
     """
 
     def __init__(self, buffers: Mapping[BufferId, Buffer], folder: Path | None) -> None:
-        sizes = {b.id: b.size_bytes for b in buffers.values() if "disk" in b.pools}
+        sizes: dict[str, int] = {b.id: b.size_bytes for b in buffers.values() if "disk" in b.pools}
         self._extents = lay_out_extents(sizes, alignment_bytes=HUGE_PAGE_BYTES)
         self._folder = None
         self._file = None

@@ -31,7 +31,8 @@ def set_heap_mode(mode: Literal["keep", "map"]) -> bool:
             (_M_TRIM_THRESHOLD, 2**31 - 1),
             (_M_TOP_PAD, MIB),
         )
-    return all([libc.mallopt(key, value) == 1 for key, value in settings])
+    accepted = [libc.mallopt(key, value) == 1 for key, value in settings]  # each one is tried
+    return all(accepted)
 
 
 def trim_heap() -> None:
