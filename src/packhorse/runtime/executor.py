@@ -228,8 +228,8 @@ class Executor:
             pool = program.workspace_pool
             wanted[pool] = wanted.get(pool, 0) + workspace
         for pool, size in wanted.items():
-            if not self._ledger.fits(pool, size):
-                self._lanes.wait_any()
+            while not self._ledger.fits(pool, size) and self._lanes.wait_any():
+                pass
             self._ledger.reserve(pool, size)
             for spare in self._spare.shed(pool, self._ledger.used_bytes[pool]):
                 self._memory.drop(*self._states[spare])

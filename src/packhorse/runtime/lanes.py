@@ -18,17 +18,16 @@ Work = Callable[[], None]
 class Lanes(Protocol):
     """Runs work on lanes.
 
-    `submit` never blocks on the work itself. The executor calls `finish` from the lane's side when
-    the work is done; `wait_any` blocks until some submitted task has completed, `wait_all` until
-    every one has, and both raise what a task raised.
+    Only the executor's thread calls these; work runs on its lane and may end in any order between
+    lanes. Both waits raise what a task raised.
     """
 
     def submit(self, index: int, lane: Lane, work: Work, after: Sequence[int]) -> None:
         """Queue the work of task `index` behind the tasks `after` and its lane's earlier work."""
         ...
 
-    def wait_any(self) -> None:
-        """Block until one more task has completed."""
+    def wait_any(self) -> bool:
+        """Block until one more task has completed; False when none is pending."""
         ...
 
     def wait_all(self) -> None:
@@ -44,8 +43,9 @@ class InlineLanes:
         del index, lane, after
         work()
 
-    def wait_any(self) -> None:
+    def wait_any(self) -> bool:
         """Nothing is ever pending."""
+        return False
 
     def wait_all(self) -> None:
         """Nothing is ever pending."""
