@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from packhorse.program.program import ProgramKind
     from packhorse.timeline.spec import Timeline
 
-_RUN_FILES: Final = ("recipe.yaml", "machine.json", "model.json", "plan.json")
+_RUN_FILES: Final = (
+    "recipe.yaml",
+    "machine.json",
+    "model.json",
+    "profile.json",
+    "plan.json",
+    "timeline-predicted.json",
+    "timeline-measured.json",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +47,7 @@ def check_file(
     as_json: AsJson = False,
 ) -> None:
     """Check any file of ours, by its kind."""
+    from rich.padding import Padding
     from rich.text import Text
 
     from packhorse.cli.kinds import detect_kind
@@ -50,13 +59,15 @@ def check_file(
     verdict = judge_file(path, kind, model)
     for warning in verdict.warnings:
         screen.warn(warning)
-    table = plain_table(heads=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    table.add_row(Text("ok", style="bold green"), Text(f"{path}: {verdict.what}"))
+    items = plain_table(heads=False)
+    items.add_column(no_wrap=True)
+    items.add_column(ratio=1)
     for each in verdict.checked:
-        table.add_row("", Text(f"- {each}", style="dim"))
-    screen.show(table)
+        items.add_row("-", Text(each))
+    screen.show(
+        Text.assemble(("ok", "bold green"), f"  {path}: {verdict.what}"),
+        Padding(items, (0, 0, 0, 4)),
+    )
     screen.answer(
         {
             "file": str(path),
@@ -90,6 +101,8 @@ def judge_file(path: Path, kind: FileKind, model: Path | None) -> Verdict:
             return _judge_recipe(path)
         case "model":
             return _judge_model(path)
+        case "profile":
+            return _judge_profile(path)
         case "checkpoint":
             return _judge_checkpoint(path)
         case "run folder":
@@ -256,6 +269,17 @@ def _judge_model(path: Path) -> Verdict:
     )
 
 
+def _judge_profile(path: Path) -> Verdict:
+    from packhorse.profile.files import read_profile
+
+    profile = read_profile(path)
+    return Verdict(
+        what=f"a profile ({profile.source}) of {len(profile.bodies)} distinct blocks at"
+        f" {profile.rows} x {profile.length} tokens",
+        checked=("format",),
+    )
+
+
 def _judge_checkpoint(path: Path) -> Verdict:
     from packhorse.checkpoint.folders import verify_checkpoint
     from packhorse.units import format_bytes
@@ -277,7 +301,7 @@ def _judge_run(path: Path) -> Verdict:
     checked: list[str] = []
     warnings: list[str] = []
     present = [path / name for name in _RUN_FILES if (path / name).is_file()]
-    for file in (*present, *sorted(path.glob("timeline-*.json")), *find_checkpoints(path)):
+    for file in (*present, *find_checkpoints(path)):
         verdict = judge_file(file, detect_kind(file), None)
         checked.append(f"{file.name}: {verdict.what}")
         warnings += verdict.warnings

@@ -14,7 +14,15 @@ from typing import Final, Literal, cast
 from packhorse.errors import FileFormatError
 
 FileKind = Literal[
-    "plan", "program", "machine", "timeline", "recipe", "model", "checkpoint", "run folder"
+    "plan",
+    "program",
+    "machine",
+    "timeline",
+    "recipe",
+    "model",
+    "profile",
+    "checkpoint",
+    "run folder",
 ]
 _KINDS: Final[Mapping[object, FileKind]] = {
     "packhorse/plan": "plan",
@@ -23,6 +31,7 @@ _KINDS: Final[Mapping[object, FileKind]] = {
     "packhorse/timeline": "timeline",
     "packhorse/recipe": "recipe",
     "packhorse/model": "model",
+    "packhorse/profile": "profile",
     "packhorse/checkpoint": "checkpoint",
 }
 _FIX: Final = "give a plan, program, machine, timeline, recipe, model, checkpoint or run folder"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from packhorse.cli.screen import Screen
     from packhorse.machine.spec import Machine
     from packhorse.model.spec import Model
+    from packhorse.profile.spec import Profile
     from packhorse.program.buffers import PoolId
     from packhorse.program.program import Program
     from packhorse.timeline.spec import Timeline
@@ -64,7 +65,12 @@ def simulate(
 
     screen = Screen(as_json=as_json)
     subject = _read_subject(path, model)
-    timeline = _simulate(subject, _find_machine(subject.beside, machine, screen), overlap=overlap)
+    timeline = _simulate(
+        subject,
+        _find_machine(subject.beside, machine, screen),
+        overlap=overlap,
+        elsewhere=machine is not None,
+    )
     capacity_bytes: dict[PoolId, int] = {
         pool.id: pool.capacity_bytes for pool in subject.program.pools
     }
@@ -138,17 +144,30 @@ def _find_machine(beside: Path, name: str | None, screen: Screen) -> Machine:
     return choose_machine(MachineChoice(name=name), screen)
 
 
-def _simulate(subject: _Subject, machine: Machine, *, overlap: bool) -> Timeline:
-    from packhorse.profile.analytic import estimate_profile
+def _simulate(subject: _Subject, machine: Machine, *, overlap: bool, elsewhere: bool) -> Timeline:
     from packhorse.simulator.costs import TaskCosts
     from packhorse.simulator.engine import INLINE, OVERLAPPED, simulate_program
 
     costs = TaskCosts(
         machine=machine,
-        profile=estimate_profile(subject.model, machine),
+        profile=_find_profile(subject, machine, elsewhere=elsewhere),
         model=subject.model,
         program=subject.program,
         heap=subject.heap,
     )
     workers = OVERLAPPED if overlap else INLINE
     return simulate_program(subject.program, costs=costs, workers=workers)
+
+
+def _find_profile(subject: _Subject, machine: Machine, *, elsewhere: bool) -> Profile:
+    """Take the times that the plan was predicted with; on another machine, estimates."""
+    from packhorse.cli.companions import companion_path
+    from packhorse.profile.analytic import estimate_profile
+    from packhorse.profile.files import read_profile
+
+    path = companion_path(subject.beside, "profile")
+    if not elsewhere and path.is_file():
+        profile = read_profile(path)
+        if profile.model == subject.model.fingerprint:
+            return profile
+    return estimate_profile(subject.model, machine)

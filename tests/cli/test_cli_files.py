@@ -1,0 +1,280 @@
+"""Commands on files: lower, check, simulate, explain, compare, clean; all of them without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_cases import write_plan_folder
+
+from packhorse.plan.files import read_plan
+from packhorse.program.digest import digest_program
+from packhorse.program.text import parse_program
+from packhorse.timeline.files import read_timeline
+from packhorse.verifier.rules import RULES
+
+
+def test_lower_prints_a_program_that_parses(shell, plan_folder):
+    done = shell("lower", plan_folder / "plan.json")
+    assert (done.code, done.err) == (0, "")
+    program = parse_program(done.out)
+    assert program.kind == "train_step"
+    document = shell("lower", plan_folder / "plan.json", "--json").document
+    assert document["text"] == done.out
+    assert document["digest"] == digest_program(program)
+    assert document["tasks"] == len(program.tasks)
+
+
+@pytest.mark.parametrize("kind", ["train_step", "evaluate", "load", "save"])
+def test_lower_has_all_kinds(shell, plan_folder, tmp_path, kind):
+    done = shell("lower", plan_folder, "--kind", kind, "--out", tmp_path / "p.txt")
+    assert (done.code, done.out) == (0, "")
+    assert parse_program((tmp_path / "p.txt").read_text()).kind == kind
+
+
+def test_lower_has_one_rank(shell, plan_folder):
+    done = shell("lower", plan_folder / "plan.json", "--rank", "1")
+    assert done.code == 2
+    assert "there is no rank 1" in done.err
+
+
+def test_a_plan_without_its_model_says_where_it_should_be(shell, plan_folder):
+    model = (plan_folder / "model.json").rename(plan_folder / "elsewhere.json")
+    done = shell("lower", plan_folder / "plan.json")
+    assert done.code == 2
+    assert str(plan_folder / "model.json") in done.err
+    assert shell("lower", plan_folder / "plan.json", "--model", model).code == 0
+
+
+def test_a_plan_of_another_name_has_companions_of_that_name(shell, plan_folder):
+    for old, new in (("plan.json", "big.json"), ("model.json", "big.model.json")):
+        (plan_folder / old).rename(plan_folder / new)
+    assert shell("lower", plan_folder / "big.json").code == 0
+
+
+def test_check_proves_every_program_of_a_plan(shell, plan_folder):
+    done = shell("check", plan_folder / "plan.json")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("ok  ")
+    for kind in ("train_step", "evaluate", "load", "save"):
+        assert f"{kind} program of" in done.out
+    document = shell("check", plan_folder / "plan.json", "--json").document
+    assert document["ok"] is True
+    assert set(document["rules"]) == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("name", ["model.json", "machine.json", "profile.json", "timeline.json"])
+def test_check_knows_a_file_by_its_kind(shell, plan_folder, name):
+    shell("simulate", plan_folder / "plan.json")
+    done = shell("check", plan_folder / name, "--json")
+    assert done.code == 0
+    assert done.document["kind"] == name.removesuffix(".json")
+
+
+def test_check_names_the_rule_and_the_task_that_breaks_it(shell, plan_folder):
+    shell("lower", plan_folder / "plan.json", "--out", plan_folder / "p.txt")
+    lines = (plan_folder / "p.txt").read_text().splitlines(keepends=True)
+    index = next(at for at, line in enumerate(lines) if " UPD " in line)
+    (plan_folder / "p.txt").write_text("".join(lines[:index] + lines[index + 1 :]))
+    done = shell("check", plan_folder / "p.txt")
+    assert (done.code, done.out) == (3, "")
+    assert done.err.startswith("error: rule coverage: ")
+    document = shell("check", plan_folder / "p.txt", "--json").document
+    assert document["error"]["error"] == "RuleError"
+
+
+def test_check_of_a_program_uses_the_model_beside_it(shell, plan_folder, tmp_path):
+    shell("lower", plan_folder / "plan.json", "--out", plan_folder / "p.txt")
+    document = shell("check", plan_folder / "p.txt", "--json").document
+    assert document["with_model"] is True
+    alone = (plan_folder / "p.txt").rename(tmp_path / "p.txt")
+    done = shell("check", alone)
+    assert done.code == 0
+    assert "warning: name its model for all rules" in done.err
+
+
+def test_check_names_the_line_of_a_damaged_program(shell, plan_folder):
+    shell("lower", plan_folder / "plan.json", "--out", plan_folder / "p.txt")
+    text = (plan_folder / "p.txt").read_text().replace("home=", "hom=", 1)
+    (plan_folder / "p.txt").write_text(text)
+    done = shell("check", plan_folder / "p.txt")
+    assert done.code == 2
+    assert "p.txt: line " in done.err
+
+
+def test_check_refuses_a_plan_that_does_not_fit_its_budget(shell, plan_folder):
+    content = json.loads((plan_folder / "plan.json").read_text())
+    content["budget_bytes"]["device"] = "2MiB"
+    (plan_folder / "plan.json").write_text(json.dumps(content))
+    done = shell("check", plan_folder / "plan.json")
+    assert done.code == 3
+    assert "rule capacity" in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"kind": "packhorse/plan", "version": 99}', "version 99"),
+        ('{"kind": "packhorse/spell", "version": 1}', "unknown kind 'packhorse/spell'"),
+        ('{"a": 1}', "names no kind"),
+        ('{"a": ', "no JSON"),
+        ("just words", "names no kind"),
+        ("model_name_or_path: x\ntrain_dat: y\n", "train_dat"),
+    ],
+)
+def test_check_refuses_what_it_cannot_read(shell, tmp_path, text, said):
+    (tmp_path / "file").write_text(text)
+    done = shell("check", tmp_path / "file")
+    assert done.code == 2
+    assert said in done.err
+    assert "fix:" in done.err
+
+
+def test_check_refuses_a_timeline_that_runs_backwards(shell, plan_folder):
+    shell("simulate", plan_folder / "plan.json")
+    path = plan_folder / "timeline.json"
+    content = json.loads(path.read_text())
+    first = content["spans"][0]
+    first[4], first[5] = first[5] + 1, first[4]
+    path.write_text(json.dumps(content))
+    done = shell("check", path)
+    assert done.code == 2
+    assert "spans[0]" in done.err
+
+
+def test_check_of_a_folder_checks_all_its_files(shell, plan_folder, tmp_path):
+    shell("simulate", plan_folder / "plan.json", "--out", plan_folder / "timeline-predicted.json")
+    document = shell("check", plan_folder, "--json").document
+    assert document["kind"] == "run folder"
+    names = [each.partition(":")[0] for each in document["checked"]]
+    assert names == [
+        "machine.json", "model.json", "profile.json", "plan.json", "timeline-predicted.json",
+    ]  # fmt: skip
+    (tmp_path / "empty").mkdir()
+    assert shell("check", tmp_path / "empty").code == 2
+    assert shell("check", tmp_path / "missing").code == 2
+
+
+def test_simulate_keeps_the_promise_of_the_plan(shell, plan_folder):
+    plan = read_plan(plan_folder / "plan.json")
+    done = shell("simulate", plan_folder / "plan.json", "--svg", plan_folder / "t.svg", "--json")
+    assert done.code == 0
+    assert plan.prediction is not None
+    assert done.document["makespan_ns"] == plan.prediction.step_ns
+    timeline = read_timeline(plan_folder / "timeline.json")
+    assert timeline.makespan_ns == plan.prediction.step_ns
+    trace = json.loads((plan_folder / "timeline.trace.json").read_text())
+    assert len(trace["traceEvents"]) > len(timeline.spans)
+    assert (plan_folder / "t.svg").read_text().startswith("<svg")
+
+
+def test_simulate_takes_programs_other_machines_and_lanes(shell, plan_folder):
+    path = plan_folder / "p.txt"
+    shell("lower", plan_folder / "plan.json", "--out", path)
+    one = shell("simulate", path, "--json").document
+    assert one["makespan_ns"] == shell("simulate", plan_folder, "--json").document["makespan_ns"]
+    overlapped = shell("simulate", path, "--overlap", "--json").document
+    assert overlapped["makespan_ns"] < one["makespan_ns"]
+    there = shell("simulate", path, "--machine", "h100-80gb", "--json")
+    assert there.code == 2 or there.document["makespan_ns"] != one["makespan_ns"]
+    done = shell("simulate", plan_folder / "machine.json")
+    assert done.code == 2
+    assert "a machine cannot be simulated" in done.err
+
+
+def test_simulate_draws_lanes_and_pools(shell, plan_folder):
+    done = shell("simulate", plan_folder)
+    assert done.out.startswith("compute ")
+    assert "pool device" in done.out
+    assert "wrote " in done.err
+    assert max(map(len, done.out.splitlines())) <= 100
+
+
+def test_an_unknown_machine_names_the_nearest(shell, plan_folder):
+    done = shell("simulate", plan_folder / "plan.json", "--machine", "rtx-4080")
+    assert done.code == 2
+    assert "rtx-4090" in done.err
+
+
+def test_explain_shows_causes_choices_and_relief(shell, plan_folder):
+    done = shell("explain", plan_folder)
+    assert (done.code, done.err) == (0, "")
+    for word in ("Memory, device", "Step, ", "Bound by", "Choices", "Clipping"):
+        assert word in done.out
+    document = shell("explain", plan_folder / "plan.json", "--json").document
+    plan = read_plan(plan_folder / "plan.json")
+    assert plan.prediction is not None
+    assert document["step_ns"] == plan.prediction.step_ns
+    assert document["run"] is None
+
+
+def test_compare_takes_a_run_folder_or_two_timelines(shell, plan_folder):
+    predicted, measured = (plan_folder / f"timeline-{n}.json" for n in ("predicted", "measured"))
+    done = shell("compare", plan_folder)
+    assert done.code == 2
+    assert "no timeline-predicted.json and no timeline-measured.json" in done.err
+    shell("simulate", plan_folder, "--out", predicted)
+    shell("simulate", plan_folder, "--overlap", "--out", measured)
+    done = shell("compare", plan_folder)
+    assert (done.code, done.err) == (0, "")
+    assert "predicted" in done.out
+    document = shell("compare", predicted, measured, "--json").document
+    assert document["step_ns"]["error"] > 0
+    assert document["same_tasks"] is True
+    trace = plan_folder / "both.json"
+    shell("compare", plan_folder, "--trace", trace)
+    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {1, 2}
+    assert shell("compare", predicted).code == 2
+    assert shell("compare", predicted, measured, measured).code == 2
+
+
+def make_leftovers(folder: Path) -> None:
+    (folder / "checkpoint-4.tmp-0123abcd").mkdir(parents=True)
+    (folder / "checkpoint-4.tmp-0123abcd" / "model.safetensors").write_bytes(bytes(1000))
+    (folder / "checkpoint-2.old-0123abcd").mkdir()
+    (folder / "packhorse-tier.scratch").write_bytes(bytes(2000))
+    (folder / "notes.txt").write_text("mine")
+
+
+def test_clean_says_what_it_is_and_removes_nothing_unasked(shell, tmp_path):
+    make_leftovers(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    done = shell("clean", tmp_path)
+    assert done.code == 2
+    assert "add --yes" in done.err
+    assert "checkpoint-4.tmp-0123abcd: an unfinished save" in done.out
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_clean_removes_leftovers_and_nothing_else(shell, tmp_path):
+    make_leftovers(tmp_path)
+    (tmp_path / "checkpoint-1").mkdir()
+    document = shell("clean", tmp_path, "--yes", "--json").document
+    assert document["removed"] is True
+    assert [Path(each["path"]).name for each in document["found"]] == [
+        "checkpoint-2.old-0123abcd", "checkpoint-4.tmp-0123abcd", "packhorse-tier.scratch",
+    ]  # fmt: skip
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoint-1", "checkpoint-2", "notes.txt"]
+    done = shell("clean", tmp_path)
+    assert (done.code, done.out) == (0, f"nothing unfinished in {tmp_path}\n")
+    assert shell("clean", tmp_path / "missing").code == 2
+
+
+def test_plans_are_read_without_torch(tmp_path):
+    write_plan_folder(tmp_path)
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys(["torch", "safetensors", "transformers"]))
+from packhorse.cli.main import run_arguments
+for command in ("lower", "check", "simulate", "explain"):
+    assert run_arguments([command, {str(tmp_path / "plan.json")!r}, "--json"]) == 0, command
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
