@@ -86,9 +86,11 @@ class Denominators:
                 )
         if not count:
             raise InputError(
-                "the batch has no label to learn from",
+                "the batch has nothing to learn from: its count is 0",
                 where="batch",
-                fix=f"give at least one label other than {IGNORED_LABEL} after the first token",
+                fix=f"give at least one label other than {IGNORED_LABEL} after the first token"
+                if self.kind == "items"
+                else "give at least one row that counts",
             )
         return count
 

@@ -1,0 +1,135 @@
+"""Candidates: which micro-batches are offered, what was measured, what was scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import make_machine
+from torch import Tensor, nn
+from torch.nn import functional
+
+from packhorse.errors import InputError
+from packhorse.profile.analytic import estimate_profile
+from packhorse.profile.measure import measure_profile, scale_profile
+from packhorse.trainer import candidates
+from packhorse.trainer.candidates import (
+    Candidates,
+    TracingRequest,
+    choose_rows,
+    trace_candidates,
+)
+
+REQUEST = TracingRequest(name="tiny", groups={}, compute_dtype=torch.float32)
+
+
+class Speaker(nn.Module):
+    """An embedding and a head with a summed loss, whose logits can be chunked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.mix = nn.Linear(16, 16)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.drop(functional.silu(self.mix(self.embed(ids))))
+        logits = self.head(hidden).view(-1, 64)
+        loss = functional.cross_entropy(logits, labels.view(-1), reduction="sum")
+        return loss, (labels != -100).sum()
+
+
+def example(rows: int) -> Mapping[str, Tensor]:
+    return {name: torch.zeros(rows, 8, dtype=torch.int64) for name in ("ids", "labels")}
+
+
+def offer(tmp_path: Path, rows: int, **options: object) -> Candidates:
+    machine = replace(make_machine(tmp_path), source="probe")
+    return trace_candidates(Speaker(), example(rows), REQUEST, machine, global_rows=rows, **options)
+
+
+def test_rows_are_powers_of_two_that_divide_the_step():
+    assert choose_rows(12) == (1, 2, 4)
+    assert choose_rows(8) == (1, 2, 4, 8)
+    assert choose_rows(7) == (1,)
+    assert choose_rows(12, 6) == (6,)
+    with pytest.raises(InputError, match="cannot be cut into micro-batches of 5"):
+        choose_rows(12, 5)
+
+
+def test_all_are_measured_where_there_is_time(tmp_path: Path):
+    found = offer(tmp_path, 4, limit_s=30.0)
+    assert [entry.traced.model.rows for entry in found.entries] == [1, 2, 4]
+    assert found.notes == ()
+    assert found.attention == "native"
+    for entry in found.entries:
+        assert entry.profile.source == "measured"
+        times = [entry.profile.bodies[block.body] for block in entry.traced.model.blocks]
+        assert all(time.forward_ns > 0 and time.backward_ns > 0 for time in times)
+
+
+def test_without_time_or_on_another_machine_estimates_stand_in(tmp_path: Path):
+    found = offer(tmp_path, 2, limit_s=0)
+    assert {entry.profile.source for entry in found.entries} == {"analytic"}
+    assert "not measured" in found.notes[0]
+
+
+def test_the_loss_is_offered_in_chunks_where_logits_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(candidates, "LARGE_LOGITS_BYTES", 4 * 64 * 8)
+    found = offer(tmp_path, 2, limit_s=0)
+    assert [(e.traced.model.rows, e.loss_chunk_tokens) for e in found.entries] == [
+        (1, None), (2, None), (2, 8),
+    ]  # fmt: skip
+    assert found.find(rows=2, loss_chunk_tokens=8).loss_chunk_tokens == 8
+    with pytest.raises(InputError, match="4 rows with loss whole"):
+        found.find(rows=4, loss_chunk_tokens=None)
+    whole = offer(tmp_path, 2, limit_s=0, loss_chunk_tokens="whole")
+    assert {entry.loss_chunk_tokens for entry in whole.entries} == {None}
+    pinned = offer(tmp_path, 2, limit_s=0, loss_chunk_tokens=4, microbatch_rows=2)
+    assert [entry.loss_chunk_tokens for entry in pinned.entries] == [4]
+
+
+def test_what_was_not_run_is_scaled_by_what_was(tmp_path: Path):
+    machine = make_machine(tmp_path)
+    small, large = (
+        trace_candidates(
+            Speaker(), example(4), REQUEST, machine, global_rows=4, microbatch_rows=rows, limit_s=0
+        )
+        .entries[0]
+        .traced
+        for rows in (1, 4)
+    )
+    there, here = estimate_profile(small.model, machine), estimate_profile(large.model, machine)
+    slower = replace(
+        there,
+        source="measured",
+        bodies={
+            body: replace(time, forward_ns=3 * time.forward_ns, discard_ns=3 * time.discard_ns,
+                          backward_ns=3 * time.backward_ns)
+            for body, time in there.bodies.items()
+        },
+    )  # fmt: skip
+    scaled = scale_profile(slower, there, here)
+    assert (scaled.rows, scaled.source) == (4, "measured")
+    for body, time in here.bodies.items():
+        assert scaled.bodies[body].forward_ns == 3 * time.forward_ns
+
+
+def test_bodies_beyond_the_memory_are_not_run(tmp_path: Path):
+    machine = make_machine(tmp_path)
+    traced = offer(tmp_path, 1, limit_s=0).entries[0].traced
+    none = measure_profile(traced, machine, limit_s=30.0, memory_bytes=1)
+    assert (none.num_measured, none.profile.source) == (0, "analytic")
+    heard: list[str] = []
+    threads = torch.get_num_threads()
+    some = measure_profile(
+        traced, machine, limit_s=30.0, progress=lambda name, *_: heard.append(name)
+    )
+    assert some.num_measured == some.num_bodies == len(heard)
+    assert torch.get_num_threads() == threads
