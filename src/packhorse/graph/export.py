@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind
 
 from packhorse.errors import ModelError
 from packhorse.graph.masks import trace_like_eager
+from packhorse.graph.refusals import check_changes, explain_failure
 
 DENOMINATOR = "denominator"
 
@@ -130,7 +131,7 @@ def export_module(
             graph, signature, constants = _export(module, batch, shape_rows, dynamic, compute_dtype)
         except Exception as error:
             if not dynamic:
-                raise _explain(module, error) from error
+                raise explain_failure(module, error) from error
             failure = error
             continue
         parameters, inputs, kept = _read_signature(
@@ -187,13 +188,6 @@ def _read_signature(
     program_constants: Mapping[str, Tensor],
     specs: Mapping[str, TracedParameter],
 ) -> tuple[dict[str, str], dict[str, str], dict[str, Tensor]]:
-    if signature.buffers_to_mutate:
-        changed = next(iter(signature.buffers_to_mutate.values())).removeprefix("module.")
-        raise ModelError(
-            f"the forward changes the buffer {changed!r}",
-            where=f"module {changed.rpartition('.')[0]!r}",
-            fix="use a layer without running statistics: recomputing it would move them twice",
-        )
     canonical = {alias: name for name, spec in specs.items() for alias in (name, *spec.aliases)}
     buffers = dict(module.named_buffers(remove_duplicate=False))
     users = iter((DENOMINATOR, *batch))
@@ -214,6 +208,14 @@ def _read_signature(
                 inputs[placeholder] = next(users)
             case _:
                 raise ModelError(f"the model takes an input of kind {spec.kind.name}")
+    words: dict[str, str] = {}
+    for spec in signature.input_specs:
+        target = (spec.target or "").removeprefix("module.")
+        kind = {InputKind.PARAMETER: "parameter", InputKind.USER_INPUT: "input"}.get(
+            spec.kind, "buffer"
+        )
+        words[spec.arg.name] = f"the {kind} {target or inputs.get(spec.arg.name)!r}"
+    check_changes(graph, words)
     used = {node.name for node in graph.nodes if node.op == "placeholder" and node.users}
     for name, tensor in constants.items():
         if name in used and tensor.is_meta:
@@ -264,15 +266,3 @@ def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 def _buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers  # pyright: ignore[reportPrivateUsage]  # swapped without side effects
-
-
-def _explain(module: nn.Module, error: Exception) -> ModelError:
-    text = str(error).strip().splitlines()
-    reason = text[0] if text else type(error).__name__
-    places = [line.strip() for line in text if line.strip().startswith("File ")]
-    return ModelError(
-        f"{type(module).__name__} cannot be traced: {reason}",
-        where=places[-1] if places else f"forward of {type(module).__qualname__}",
-        fix="the forward must not branch on tensor values, call .item() or change its inputs;"
-        "\nit takes the batch as keyword arguments and returns a loss",
-    )

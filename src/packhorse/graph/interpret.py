@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from packhorse.errors import ModelError
 from packhorse.graph.nodes import node_of
+from packhorse.graph.refusals import describe_place
 
 _aten = torch.ops.aten
 _PASS_THROUGH = (
@@ -68,6 +69,7 @@ class BlockInterpreter(fx.Interpreter):
         self.training = training
         self.noise = noise
         self.requests: list[Noise] = []
+        self.current = next(iter(runnable.graph.nodes))
         self.chunk_tokens = chunk_tokens
         self.heads = find_loss_heads(runnable.graph) if chunk_tokens else {}
         self.skipped = {node for head in self.heads.values() for node in head.replaced}
@@ -76,6 +78,7 @@ class BlockInterpreter(fx.Interpreter):
             self.garbage_collect_values = False
 
     def run_node(self, n: fx.Node) -> Any:  # Any: fx.Interpreter's own signature
+        self.current = n
         if n in self.skipped:
             return None
         head = self.heads.get(n)
@@ -104,7 +107,7 @@ class BlockInterpreter(fx.Interpreter):
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
             raise ModelError(
                 f"{target} draws random numbers that the plan cannot reproduce",
-                where=f"module {self.block_module!r}",
+                where=describe_place(self.current, block=self.block_module),
                 fix="use torch.nn.Dropout or functional.dropout, or remove the random operation",
             )
         return super().call_function(target, args, kwargs)
