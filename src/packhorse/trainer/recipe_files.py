@@ -75,9 +75,8 @@ def parse_recipe(text: str, settings: Sequence[str] = (), *, where: str = "recip
             f"a recipe is a mapping of keys to values, this is a {type(loaded).__name__}",
             where=where,
         )
-    content = {
-        str(key): value for key, value in cast("Mapping[object, object]", loaded).items()
-    }  # parsed text
+    keyed = cast("Mapping[object, object]", loaded)  # parsed text
+    content = {str(key): value for key, value in keyed.items()}
     _check_head(content, where)
     for setting in settings:
         _apply_setting(content, setting)
@@ -152,9 +151,9 @@ def _apply_setting(content: dict[str, object], setting: str) -> None:
     for part in path[:-1]:
         inner = target.get(part)
         # A copy: the mapping that the caller gave stays as it was.
-        copied = (
-            dict(cast("Mapping[str, object]", inner)) if isinstance(inner, Mapping) else {}
-        )  # parsed text
+        copied: dict[str, object] = {}
+        if isinstance(inner, Mapping):
+            copied = dict(cast("Mapping[str, object]", inner))  # parsed text
         target[part] = copied
         target = copied
     target[path[-1]] = value

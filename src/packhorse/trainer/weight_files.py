@@ -95,8 +95,8 @@ class FolderWeights:
 
     def _find_conversions(self) -> tuple[dict[str, str], dict[str, _Converted]]:
         """Ask transformers which parameter each tensor of the files belongs to."""
-        mapping: Any = importlib.import_module("transformers.conversion_mapping")
-        loading: Any = importlib.import_module("transformers.core_model_loading")
+        mapping: Any = importlib.import_module("transformers.conversion_mapping")  # untyped
+        loading: Any = importlib.import_module("transformers.core_model_loading")  # untyped
         transforms = mapping.get_model_conversion_mapping(self._module)
         converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
         renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]

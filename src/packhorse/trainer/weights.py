@@ -132,11 +132,9 @@ def _initialise_chain(chain: Sequence[nn.Module]) -> None:
     """Initialise a module, then let each of its ancestors do what it does to its descendants."""
     for index, member in enumerate(chain):
         # The innermost model around a module decides how it is initialised.
-        inits: list[Any] = [
-            getattr(outer, "_init_weights", None) for outer in chain[index:]
-        ]  # transformers'
-        init = next((found for found in inits if found is not None), None)
-        if init is not None:
+        model = next((outer for outer in chain[index:] if hasattr(outer, "_init_weights")), None)
+        if model is not None:
+            init: Any = model._init_weights  # transformers' own method, untyped
             init(member)
 
 
