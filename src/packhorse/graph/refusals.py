@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -52,7 +52,7 @@ def explain_failure(module: nn.Module, error: Exception) -> ModelError:
     frame, line = _find_frame(module, error)
     culprit = module
     if frame is not None:
-        named: Iterable[tuple[str, nn.Module]] = module.named_modules()
+        named = cast("Iterable[tuple[str, nn.Module]]", module.named_modules())  # open in torch
         paths = {id(found): (name, found) for name, found in named}
         path, culprit = paths[id(frame.f_locals["self"])]
         place = f"module {path!r} ({type(culprit).__qualname__})" if path else place
