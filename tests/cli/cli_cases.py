@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 from models import make_model, make_plan
 
@@ -33,20 +37,19 @@ class Done:
         return json.loads(self.out)
 
 
-class Shell:
-    """Runs commands in this process and captures both streams."""
-
-    def __init__(self, capsys) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> Done:
-        self._capsys.readouterr()
+def run_shell(*arguments: object) -> Done:
+    """Run a command in this process, on a screen of 100 columns, and capture both streams."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, COLUMNS="100"),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         try:
             code = run_arguments([str(argument) for argument in arguments])
         except SystemExit as stop:
             code = int(stop.code or 0)
-        captured = self._capsys.readouterr()
-        return Done(code=code, out=captured.out, err=captured.err)
+    return Done(code=code, out=out.getvalue(), err=err.getvalue())
 
 
 def write_plan_folder(folder: Path) -> Plan:
@@ -106,11 +109,12 @@ def write_tiny_recipe(folder: Path, **changes: object) -> Path:
         "data_cache": str(folder / "cache"),
         "max_length": 16,
         "global_batch_size": 4,
+        "per_device_train_batch_size": 4,
         "max_steps": 3,
         "learning_rate": 0.01,
         "save_steps": 2,
         "output_dir": str(folder / "run"),
-        "budget": {"device": "64MiB", "disk": {"path": str(folder / "scratch"), "size": "64MiB"}},
+        "budget": {"device": "2GiB", "disk": {"path": str(folder / "scratch"), "size": "64MiB"}},
     }
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe | changes))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli_cases import Shell, write_plan_folder
+from cli_cases import run_shell, write_plan_folder
 
 
 @pytest.fixture
-def shell(capsys, monkeypatch) -> Shell:
-    monkeypatch.setenv("COLUMNS", "100")
-    return Shell(capsys)
+def shell():
+    return run_shell
 
 
 @pytest.fixture

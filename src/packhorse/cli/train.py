@@ -93,6 +93,8 @@ def train_recipe(
         predicted = _predict(planned)
     summary = _run(planned, predicted, beginning, screen, audit=audit)
     screen.show("", _render_summary(planned, summary))
+    # Lines to be copied stay whole, however long the path is.
+    screen.show_text(_say_where(planned.prepared.recipe.run_folder))
     screen.answer(_summary_as_dict(planned, summary))
 
 
@@ -215,16 +217,15 @@ def _render_summary(planned: Planned, summary: Summary) -> RenderableType:
     add("loss", _say_losses(summary))
     add("time", _say_time(planned, summary))
     add("peak", _say_peaks(planned, summary))
-    folder = planned.prepared.recipe.run_folder
-    add(
-        "model",
-        [
-            str(folder),
-            f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})",
-            f"packhorse compare {folder} lays prediction beside measurement",
-        ],
-    )
     return table
+
+
+def _say_where(folder: Path) -> str:
+    return (
+        f"model  {folder}\n"
+        f"       transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
+        f"       packhorse compare {folder}\n"
+    )
 
 
 def _say_losses(summary: Summary) -> Iterable[str]:

@@ -1,0 +1,195 @@
+"""Commands that begin with a recipe: init, data, plan, train; on a model of two tiny layers."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import yaml
+from cli_cases import run_shell, write_tiny_recipe
+
+from packhorse.cli.init import suggest_length
+from packhorse.cli.samples import Sample
+from packhorse.cli.training_screen import TrainingScreen
+from packhorse.trainer.observer import SilentObserver
+from packhorse.units import GIB
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    return write_tiny_recipe(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> Path:
+    """A plan for the tiny recipe, made by the command; its answer lies beside it."""
+    folder = tmp_path_factory.mktemp("planned")
+    recipe = write_tiny_recipe(folder)
+    done = run_shell(
+        "plan", recipe, "--json", "--set", "plan.recompute=all",
+        "--machine", folder / "machine.json", "--out", folder / "plan.json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    (folder / "answer.json").write_text(done.out)
+    return folder / "plan.json"
+
+
+def train(shell, recipe: Path, *more: object):
+    return shell("train", recipe, "--machine", recipe.parent / "machine.json", *more)
+
+
+def test_init_writes_a_recipe_that_is_right(shell, recipe, tmp_path):
+    out = tmp_path / "new.yaml"
+    arguments = ("init", tmp_path / "tiny" / "config.json", tmp_path / "rows.jsonl", "--out", out)
+    done = shell(*arguments)
+    assert done.code == 0
+    assert "gradient_checkpointing" in done.out
+    content = yaml.safe_load(out.read_text())
+    assert content["data_format"] == "tokens"
+    assert content["max_length"] == 32  # the model's positions; rows have 12 tokens
+    assert max(map(len, out.read_text().splitlines())) < 200
+    checked = shell("check", out)
+    assert (checked.code, checked.err) == (0, "")
+    again = shell(*arguments)
+    assert again.code == 2
+    assert "--force" in again.err
+    document = shell(*arguments, "--force", "--json").document
+    assert document["formats"] == ["tokens"]
+    assert "deepspeed" in document["decided_by_the_plan"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "flows", "limit", "length", "because"),
+    [
+        ((10, 20, 100), False, None, 128, "95 % of 3 rows have at most 100 tokens"),
+        ((10,) * 99 + (9000,), False, None, 64, "the longest has 9000"),
+        ((5000,) * 9, False, 8192, 4096, "longer ones need memory"),
+        ((5000,) * 9, False, 2048, 2048, "the model has 2048 positions"),
+        ((900,), True, None, 1024, "running text is cut"),
+        ((900,), True, 512, 512, "running text is cut"),
+        ((), False, None, 64, "0 rows"),
+    ],
+)
+def test_init_suggests_a_length_from_the_data(lengths, flows, limit, length, because):
+    sample = Sample(formats=("text",), lengths=lengths, flows=flows, num_files=1, size_bytes=1)
+    suggested, reason = suggest_length(sample, limit)
+    assert suggested == length
+    assert because in reason
+
+
+def test_data_counts_and_shows_rows(shell, recipe):
+    done = shell("data", recipe, "--show", "1")
+    assert done.code == 0
+    assert "row 0, from" in done.out
+    assert "[[" in done.out
+    document = shell("data", recipe, "--show", "2", "--json").document
+    (training,) = document["sets"]
+    assert (training["rows"], training["tokens"]) == (16, 192)
+    assert training["made_because"] is None
+    assert len(document["rows"]) == 2
+    assert document["steps"] == 3
+
+
+def test_plan_writes_four_files_that_agree(shell, planned):
+    folder, document = planned.parent, json.loads((planned.parent / "answer.json").read_text())
+    assert document["run"]["steps"] == 3
+    assert {choice["value"] for choice in document["choices"]} >= {"recompute"}
+    assert [Path(name).name for name in document["files"]] == [
+        "plan.json", "model.json", "machine.json", "profile.json",
+    ]  # fmt: skip
+    assert shell("check", planned).code == 0
+    simulated = shell("simulate", planned, "--out", folder / "t.json", "--json").document
+    assert simulated["makespan_ns"] == document["step_ns"]
+
+
+def test_a_plan_that_does_not_fit_names_a_budget_and_writes_nothing(shell, recipe, tmp_path):
+    done = shell(
+        "plan", recipe, "--memory", "64KiB", "--json",
+        "--machine", tmp_path / "machine.json", "--out", tmp_path / "plan.json",
+    )  # fmt: skip
+    assert done.code == 3
+    assert done.document["error"]["error"] == "DoesNotFitError"
+    assert "--budget device=" in done.document["error"]["fix"]
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_settings_and_budgets_are_refused_by_name(shell, recipe, tmp_path):
+    machine = ("--machine", tmp_path / "machine.json", "--out", tmp_path / "plan.json")
+    done = shell("plan", recipe, *machine, "--set", "learning_rat=1e-4")
+    assert done.code == 2
+    assert "learning_rate" in done.err
+    done = shell("plan", recipe, *machine, "--budget", "devise=1GiB")
+    assert done.code == 2
+    assert "did you mean 'device'?" in done.err
+
+
+def test_train_is_stopped_resumed_and_ends_with_a_model(shell, recipe, planned, tmp_path):
+    stepped = TrainingScreen.stepped
+
+    def interrupt(self, report):
+        stepped(self, report)
+        signal.raise_signal(signal.SIGTERM)
+
+    with mock.patch.object(TrainingScreen, "stepped", interrupt):
+        done = train(shell, recipe, "--plan", planned, "--audit")
+    assert done.code == 75, done.err
+    assert done.out.startswith("plan  tiny on laptop-16gb")
+    assert "stopped by SIGTERM after step 1 of 3" in done.err
+    assert "--resume" in done.err
+    refused = train(shell, recipe, "--plan", planned)
+    assert refused.code == 2
+    assert "--resume" in refused.err
+
+    done = train(shell, recipe, "--resume")
+    assert done.code == 0, done.err
+    run = tmp_path / "run"
+    assert f"by the plan of the run that is resumed: {run / 'plan.json'}" in done.err
+    lines = done.out.splitlines()
+    assert [line.split()[0] for line in lines if line[:6].strip().isdigit()] == ["2", "3"]
+    for head in ("loss   ", "time   ", "peak   ", "model  "):
+        assert any(line.startswith(head) for line in lines), head
+    assert f"from_pretrained('{run}')" in done.out
+    assert {path.name for path in run.iterdir()} >= {
+        "recipe.yaml", "machine.json", "plan.json", "model.json", "profile.json", "metrics.jsonl",
+        "timeline-predicted.json", "timeline-measured.json", "checkpoint-3", "model.safetensors",
+    }  # fmt: skip
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    checked = shell("check", run)
+    assert checked.code == 0, checked.err
+    assert shell("compare", run).code == 0
+    assert shell("explain", run, "--json").document["run"]["steps"] == 3
+
+
+def test_train_answers_programs_on_stdout(shell, recipe, planned, tmp_path):
+    done = train(shell, recipe, "--plan", planned, "--json", "--set", "max_steps=1")
+    assert done.code == 0, done.err
+    assert done.document["output_dir"] == str(tmp_path / "run")
+    assert done.document["steps"] == 1
+    assert done.document["peak_bytes"]["device"] <= 2 * GIB
+
+
+def test_train_by_a_plan_that_needs_too_much_is_refused(shell, recipe, planned):
+    done = train(shell, recipe, "--plan", planned, "--budget", "device=64KiB")
+    assert (done.code, done.out) == (3, "")
+    assert "tier device: need" in done.err
+
+
+def test_a_signal_before_the_first_step_changes_nothing(shell, recipe, tmp_path, monkeypatch):
+    def interrupt(*_: object, **__: object):
+        signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr("packhorse.trainer.preparation.prepare_run", interrupt)
+    before = signal.getsignal(signal.SIGUSR1)
+    done = train(shell, recipe)
+    assert done.code == 75
+    assert "before the first step" in done.err
+    assert not (tmp_path / "run").exists()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_the_screen_watches_like_any_observer():
+    wanted = {name for name in vars(SilentObserver) if not name.startswith("_")}
+    assert wanted <= set(vars(TrainingScreen))
