@@ -70,8 +70,7 @@ def parse_budget(value: object) -> Budget:
         value = _split_text(value)
     if not isinstance(value, Mapping):
         raise _bad(f"a budget cannot be {value!r}")
-    # A mapping from a recipe or a caller: keys and values are checked here.
-    entries = cast("Mapping[object, object]", value)
+    entries = cast("Mapping[object, object]", value)  # from a recipe or a caller: checked here
     for name in entries:
         if name not in _TIER_NAMES:
             near = difflib.get_close_matches(str(name), _TIER_NAMES, n=1, cutoff=0.5)

@@ -91,8 +91,7 @@ def parse_machine(text: str, *, where: str = "machine text") -> Machine:
         raise FileFormatError(f"the file is damaged: {error}", where=where, fix=_FIX) from error
     if not isinstance(content, dict):
         raise FileFormatError("this is no machine file: it holds no keys", where=where, fix=_FIX)
-    # A parsed JSON or YAML mapping; its keys and values are checked below.
-    found = cast("dict[object, object]", content)
+    found = cast("dict[object, object]", content)  # parsed JSON or YAML: checked below
     _check_kind(found, where)
     body = {str(key): value for key, value in found.items() if key not in ("kind", "version")}
     _check_keys(body, where)
@@ -188,12 +187,14 @@ def _check_keys(body: Mapping[str, object], where: str) -> None:
     _check_names(body, Machine, where)
     for key, part in _PARTS.items():
         value = body.get(key)
-        entries: list[object] = cast("list[object]", value) if isinstance(value, list) else [value]
+        entries: list[object] = [value]
+        if isinstance(value, list):
+            entries = cast("list[object]", value)  # parsed text: each entry is checked below
         for index, entry in enumerate(entries):
             if isinstance(entry, dict):
                 place = f"{key}[{index}]" if isinstance(value, list) else key
-                # A parsed mapping: only its keys are looked at.
-                _check_names(cast("dict[str, object]", entry), part, f"{where}: {place}")
+                names = cast("dict[str, object]", entry)  # parsed text: only its keys are read
+                _check_names(names, part, f"{where}: {place}")
 
 
 def _check_names(body: Mapping[str, object], part: type, where: str) -> None:

@@ -211,8 +211,7 @@ def _check_keys(body: Mapping[str, object], where: str) -> None:
         entries = cast("list[object]", value) if isinstance(value, list) else []  # parsed text
         for index, entry in enumerate(entries):
             if isinstance(entry, Mapping):
-                # Parsed text: only its keys are looked at.
-                names = cast("Mapping[object, object]", entry)
+                names = cast("Mapping[object, object]", entry)  # parsed text: only keys are read
                 _check_names(names, part, f"{where}: {key}[{index}]")
 
 

@@ -322,7 +322,7 @@ def _chunk_of(buffer: BufferId) -> ChunkId:
     return ChunkId(int(buffer.rpartition("/")[2]))
 
 
-def _no_update(chunk: ChunkId, tensors: Mapping[str, Tensor], norm: Tensor | None) -> None:
+def _no_update(chunk: ChunkId, _tensors: Mapping[str, Tensor], _norm: Tensor | None) -> None:
     raise AssertionError(f"chunk {chunk} is updated outside a training step")
 
 

@@ -278,7 +278,7 @@ class Executor:
             case SegmentNorm():
                 self._norm_segments(task, program)
             case GradNorm():
-                self._keep(program.buffers[NORM], (self._combine(task, program),))
+                self._keep(program.buffers[NORM], (self._combine(task),))
             case Update():
                 self._update(task, work)
             case Copy():
@@ -351,7 +351,7 @@ class Executor:
         pieces = [grad[start:stop] for start, stop, _, _ in self._memory.pieces(chunk)]
         self._keep(program.buffers[task.writes[0]], (segment_squares(pieces),))
 
-    def _combine(self, task: GradNorm, program: Program) -> Tensor:
+    def _combine(self, task: GradNorm) -> Tensor:
         """Put the segments of all chunks in the order of the parameters and combine them."""
         visible = self._look(task.reads)
         parts: dict[str, list[tuple[int, Tensor]]] = {}

@@ -32,9 +32,10 @@ class MemoryRange:
     ) -> None:
         if isinstance(memory, int):
             self.address = memory
-            self._view = memoryview((ctypes.c_ubyte * size_bytes).from_address(memory)).cast("B")
+            array = (ctypes.c_ubyte * size_bytes).from_address(memory)
+            self._view = memoryview(array).cast("B")  # ctypes' own format is "<B"
             return
-        view = memoryview(memory).cast("B")
+        view = memoryview(memory).cast("B")  # bytes, whatever the array holds
         if writable and view.readonly:
             raise ValueError("cannot read into a read-only buffer")
         if len(view) < size_bytes:
