@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 NEWEST: Final = "newest"
 _STOPPING: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _PLAN_NAME: Final = "plan.json"
+_LABEL_WIDTH: Final = 5
 
 
 def train_recipe(
@@ -174,6 +175,7 @@ def _run(
     with TrainingScreen(
         screen.err if screen.as_json else screen.out,
         predicted_ns=plan.prediction.step_ns if plan.prediction else None,
+        base_bytes=plan.base_bytes,
         budget_bytes=dict(plan.budget_bytes.items()),
         logging_steps=recipe.logging_steps,
         at_start=lambda: _write_companions(planned, recipe.run_folder),
@@ -207,7 +209,7 @@ def _render_summary(planned: Planned, summary: Summary) -> RenderableType:
     from packhorse.report.tables import plain_table
 
     table = plain_table(heads=False)
-    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="bold", no_wrap=True, min_width=_LABEL_WIDTH)
     table.add_column(ratio=1)
 
     def add(name: str, lines: Iterable[str]) -> None:
@@ -221,10 +223,14 @@ def _render_summary(planned: Planned, summary: Summary) -> RenderableType:
 
 
 def _say_where(folder: Path) -> str:
-    return (
-        f"model  {folder}\n"
-        f"       transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
-        f"       packhorse compare {folder}\n"
+    lines = (
+        str(folder),
+        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})",
+        f"packhorse compare {folder}",
+    )
+    heads = ("model", "load", "next")
+    return "".join(
+        f"{head:<{_LABEL_WIDTH}}  {line}\n" for head, line in zip(heads, lines, strict=True)
     )
 
 
@@ -281,14 +287,13 @@ def _peaks(planned: Planned, summary: Summary) -> Mapping[str, tuple[int, int, i
             promised = sum(prediction.peak_bytes[tier].values())
         used = summary.peak_bytes.get(tier, 0)
         if used:
-            base = planned.plan.base_bytes if tier == "device" else 0
-            found[tier] = used + base, promised, budget
+            found[tier] = used, promised, budget
     return found
 
 
 def _error(promised: int, measured: int) -> str:
     share = (promised - measured) / measured if measured else 0.0
-    return f"{'+' if share > 0 else ''}{format_percent(share)}"
+    return f"{'+' if share >= 0.0005 else ''}{format_percent(share)}"
 
 
 def _largest_resident_bytes() -> int:

@@ -51,6 +51,7 @@ class TrainingScreen:
     Args:
         console: where everything is shown.
         predicted_ns: what the plan promises of a step, None if nothing.
+        base_bytes: what the process holds beside all that tasks use; counts for the device.
         budget_bytes: what each tier may use.
         logging_steps: steps between lines.
         at_start: called once, when the run folder is there and the first step is not.
@@ -61,12 +62,14 @@ class TrainingScreen:
         console: Console,
         *,
         predicted_ns: int | None,
+        base_bytes: int,
         budget_bytes: Mapping[str, int],
         logging_steps: int,
         at_start: Callable[[], None],
     ) -> None:
         self._console = console
         self._predicted_ns = predicted_ns
+        self._base_bytes = base_bytes
         self._budget_bytes = budget_bytes
         self._logging_steps = logging_steps
         self._at_start = at_start
@@ -143,10 +146,10 @@ class TrainingScreen:
         self._last = report
         self._step_s.append(report.step_s)
         self._num_tokens += report.tokens_per_second * report.step_s
-        for tier, peak in report.peak_bytes.items():
+        for tier, peak in self._peaks(report).items():
             self._peak_bytes[tier] = max(self._peak_bytes.get(tier, 0), peak)
         if report.step % self._logging_steps == 0 or self._is_last(report.step):
-            self._say(_format_step(report))
+            self._say(_format_step(report, self._peaks(report)))
         self._update(report.step, self._say_pace(report))
 
     def evaluated(self, report: EvaluationReport) -> None:
@@ -163,6 +166,10 @@ class TrainingScreen:
         """See Observer."""
         self._result = result
 
+    def _peaks(self, report: StepReport) -> Mapping[str, int]:
+        base = {"device": self._base_bytes}
+        return {tier: peak + base.get(tier, 0) for tier, peak in report.peak_bytes.items()}
+
     def _is_last(self, step: int) -> bool:
         return self._start is not None and step == self._start.num_steps
 
@@ -171,7 +178,7 @@ class TrainingScreen:
         if self._predicted_ns:
             ratio = report.step_s * 1e9 / self._predicted_ns
             parts.append(f"{ratio:.2f} x predicted")
-        used, budget = report.peak_bytes.get("device"), self._budget_bytes.get("device")
+        used, budget = self._peaks(report).get("device"), self._budget_bytes.get("device")
         if used and budget:
             parts.append(f"{format_percent(used / budget)} of device")
         return ", ".join(parts)
@@ -194,13 +201,12 @@ class TrainingScreen:
         console.print(text, style=style, soft_wrap=True)
 
 
-def _format_step(report: StepReport) -> str:
+def _format_step(report: StepReport, peaks: Mapping[str, int]) -> str:
     norm = "-" if report.grad_norm is None else f"{report.grad_norm:.4g}"
-    device = report.peak_bytes.get("device", 0)
     return (
         f"{report.step:>6}  {report.loss:>8.4f}  {norm:>9}  {report.learning_rate:>9.2e}"
         f"  {report.tokens_per_second:>8.0f}  {format_ns(report.step_s * 1e9):>8}"
-        f"  {format_bytes(device):>9}"
+        f"  {format_bytes(peaks.get('device', 0)):>9}"
     )
 
 
