@@ -41,8 +41,11 @@ LOSS_CHUNK_TOKENS: Final = 1024
 # Chunking costs a second product with the head; below this the whole logits are cheaper to keep.
 LARGE_LOGITS_BYTES: Final = 32 * MIB
 MEASURE_LIMIT_S: Final = 5.0
-# What measuring may hold at a time, of the device's budget.
-_MEASURE_SHARE: Final = 0.5
+# What measuring may hold at a time, of what the device's budget leaves.
+_MEASURE_SHARE: Final = 0.7
+# What comes after planning: programs and their proofs, libraries that the search loads, pages of
+# code that the first step touches. Measured: 10 MiB for a model of 30 blocks.
+LATER_BYTES: Final = 16 * MIB
 # Logits, their log-softmax and its gradient exist together in float32.
 _LOGITS_BYTES_PER_TOKEN: Final = 4
 
@@ -147,9 +150,12 @@ def trace_candidates(
         tell(f"tracing {count} rows", index + 1, len(rows) + 2)
         traced += _trace_rows(exported, request, count, loss_chunk_tokens)
     tell("measuring", len(rows) + 1, len(rows) + 2)
-    profiles, said = _profile_all([t for t, _ in traced], machine, limit_s)
+    held = 0 if baseline_bytes is None else max(0, resident_bytes() - baseline_bytes)
+    profiles, said = _profile_all([t for t, _ in traced], machine, limit_s, held_bytes=held)
     trim_heap()
-    base = 0 if baseline_bytes is None else max(0, resident_bytes() - baseline_bytes)
+    base = 0
+    if baseline_bytes is not None:
+        base = max(0, resident_bytes() - baseline_bytes) + LATER_BYTES
     return Candidates(
         entries=tuple(
             TracedCandidate(
@@ -251,13 +257,15 @@ def _trace(
 
 
 def _profile_all(
-    traced: Sequence[Traced], machine: Machine, limit_s: float
+    traced: Sequence[Traced], machine: Machine, limit_s: float, *, held_bytes: int
 ) -> tuple[list[Profile], list[str]]:
     estimated = [estimate_profile(found.model, machine) for found in traced]
     if limit_s <= 0 or machine.source != "probe" or machine.device != "cpu":
         return estimated, ["block times are estimated from the machine's rates, not measured"]
     device = machine.tier("device")
-    memory_bytes = None if device is None else int(device.budget_bytes * _MEASURE_SHARE)
+    memory_bytes = None
+    if device is not None:
+        memory_bytes = max(0, int((device.budget_bytes - held_bytes) * _MEASURE_SHARE))
     deadline = time.monotonic() + limit_s
     set_heap_mode("keep")
     profiles: list[Profile] = []
