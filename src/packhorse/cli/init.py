@@ -29,7 +29,7 @@ def write_recipe(
         str, typer.Argument(metavar="MODEL", help="A folder, a config.json or a Hub id.")
     ],
     data: Annotated[
-        list[str], typer.Argument(metavar="DATA...", help="Files, folders or globs to learn from.")
+        list[str], typer.Argument(metavar="DATA", help="Files, folders or globs to learn from.")
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The recipe.")] = _DEFAULT_OUT,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,

@@ -92,9 +92,7 @@ def _find_kind(text: str, path: Path) -> FileKind | None:
 
     is_json = text.lstrip().startswith("{")
     try:
-        loaded: object = (
-            json.loads(text) if is_json else cast("object", yaml.safe_load(text))
-        )  # untyped
+        loaded: object = json.loads(text) if is_json else _load_yaml(text)
     except (json.JSONDecodeError, yaml.YAMLError) as error:
         raise FileFormatError(
             f"the file is no {'JSON' if is_json else 'YAML'}: {' '.join(str(error).split())}",
@@ -113,3 +111,9 @@ def _find_kind(text: str, path: Path) -> FileKind | None:
             f"the file is of the unknown kind {kind!r}", where=str(path), fix=_FIX
         )
     return _KINDS[kind]
+
+
+def _load_yaml(text: str) -> object:
+    import yaml
+
+    return cast("object", yaml.safe_load(text))  # the loader is untyped
