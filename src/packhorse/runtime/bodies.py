@@ -6,7 +6,7 @@ the buffers that it writes. A body sees no buffer that its task does not declare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,7 +109,7 @@ class BodyRunner:
         code = self._traced.code[block.body]
         places = _input_names(block, code)
         inputs = [
-            visible[value_id(places[i], microbatch)][0] if i in places else _UNUSED
+            _find(visible, value_id(places[i], microbatch), block) if i in places else _UNUSED
             for i in range(code.num_inputs)
         ]
         return [*own.parameters, *self._traced.constants[block.id], *inputs]
@@ -126,6 +126,8 @@ class BodyRunner:
         own = self._arguments[block.id]
         microbatch = task.microbatch
         saved = visible.get(saved_id(block.id, microbatch), ())
+        if code.costs.saved_bytes and not saved:
+            raise _undeclared(saved_id(block.id, microbatch), visible, block)
         places = _input_names(block, code)
         for index in backward.parameters:
             _require(own.param_chunks[index], task.reads, block)
@@ -136,12 +138,21 @@ class BodyRunner:
             *saved,
             *(own.parameters[index] for index in backward.parameters),
             *(constants[index] for index in backward.constants),
-            *(visible[value_id(places[i], microbatch)][0] for i in backward.inputs),
-            *(visible[value_id(block.outputs[i], microbatch)][0] for i in backward.outputs),
-            *(visible[value_grad_id(block.outputs[i], microbatch)][0] for i in backward.tangents),
-            *(visible[value_grad_id(places[i], microbatch)][0] for i in backward.input_roots),
+            *(_find(visible, value_id(places[i], microbatch), block) for i in backward.inputs),
             *(
-                visible[tied_grad_id(block.parameters[i], microbatch)][0]
+                _find(visible, value_id(block.outputs[i], microbatch), block)
+                for i in backward.outputs
+            ),
+            *(
+                _find(visible, value_grad_id(block.outputs[i], microbatch), block)
+                for i in backward.tangents
+            ),
+            *(
+                _find(visible, value_grad_id(places[i], microbatch), block)
+                for i in backward.input_roots
+            ),
+            *(
+                _find(visible, tied_grad_id(block.parameters[i], microbatch), block)
                 for i in variant.parameter_roots
             ),
             *(own.sinks[index] for index in variant.sinks),
@@ -163,14 +174,24 @@ def _input_names(block: Block, code: BodyCode) -> dict[int, ValueId]:
     return dict(zip(code.used_inputs, block.inputs, strict=True))
 
 
-def _require(chunks: Sequence[BufferId], declared: Sequence[BufferId], block: Block) -> None:
+def _require(chunks: Sequence[BufferId], declared: Iterable[BufferId], block: Block) -> None:
     for chunk in chunks:
         if chunk not in declared:
-            raise AuditError(
-                f"block {block.name} uses {chunk}, which its task does not declare",
-                where=f"declared: {', '.join(declared)}",
-                fix="this is a bug in the compiler, or the program was changed by hand",
-            )
+            raise _undeclared(chunk, declared, block)
+
+
+def _find(visible: Visible, buffer: BufferId, block: Block) -> Tensor:
+    if not visible.get(buffer):
+        raise _undeclared(buffer, visible, block)
+    return visible[buffer][0]
+
+
+def _undeclared(buffer: BufferId, declared: Iterable[BufferId], block: Block) -> AuditError:
+    return AuditError(
+        f"block {block.name} uses {buffer}, which its task does not declare",
+        where=f"declared: {', '.join(declared)}",
+        fix="this is a bug in the compiler, or the program was changed by hand",
+    )
 
 
 def _find_arguments(
