@@ -137,6 +137,7 @@ def offer(prepared: PreparedRun, machine: Machine) -> Candidates:
         sorted(prepared.request.groups.items()),
         prepared.data.row_length,
         prepared.recipe.pins.loss_chunk_tokens,
+        prepared.recipe.pins.attention,
         *prepared.example,
     ]
     key = repr(parts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,8 +126,10 @@ def assert_same_weights(first: torch.nn.Module, second: torch.nn.Module) -> None
         {"plan": ALL_ON_DISK},
         {"plan": ALL_IN_MEMORY, "max_grad_norm": None},
         {"plan": ALL_ON_DISK, "optim": "sgd", "sgd_momentum": 0.9, "max_grad_norm": None},
+        {"plan": ALL_ON_DISK, "packing": True},
+        {"plan": {**ALL_IN_MEMORY, "attention": "eager"}},
     ],
-    ids=["disk", "memory", "sgd"],
+    ids=["disk", "memory", "sgd", "packing", "eager"],
 )
 def test_losses_norms_and_weights_are_those_of_the_plain_loop(
     tmp_path: Path, changes: dict[str, object]
@@ -134,6 +138,8 @@ def test_losses_norms_and_weights_are_those_of_the_plain_loop(
     machine = make_machine(tmp_path)
     prepared = prepare(tmp_path, machine, **changes)
     plain = load(tmp_path / "model")
+    if "eager" in str(changes):
+        plain.set_attn_implementation("eager")
     loop = PlainLoop(plain, prepared, microbatch_rows=2)
     loop.run(1, 6)
     lines = [line for line in curve(tmp_path / "run") if line["loss"] is not None]
@@ -180,6 +186,69 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Sig
     assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
     run(tmp_path, resume=ResumeNewest(), plan=ALL_ON_DISK)
     assert [line["step"] for line in curve(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+class SignalWhileEvaluating(SilentObserver):
+    def progressed(self, what: str, done: int, total: int | None) -> None:
+        if what == "evaluating" and (done, total) == (1, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("eval_steps", "stopped_at"), [(4, 4), (None, 6)])
+def test_an_evaluation_that_a_signal_cut_short_is_made_up_for(
+    tmp_path: Path, eval_steps: int | None, stopped_at: int
+):
+    options: dict[str, object] = {
+        "eval_data": str(tmp_path / "eval.jsonl"), "eval_steps": eval_steps,
+    }  # fmt: skip
+    run(tmp_path, output_dir=str(tmp_path / "straight"), **options)
+    with pytest.raises(StoppedError, match=f"after step {stopped_at}"):
+        run(tmp_path, observer=SignalWhileEvaluating(), **options)
+    assert [line["eval_loss"] for line in curve(tmp_path / "run")] == [None] * stopped_at
+    run(tmp_path, resume=ResumeNewest(), **options)
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    assert_same_weights(load(tmp_path / "run"), load(tmp_path / "straight"))
+
+
+KILLED_RUN = """
+import os, signal, sys
+from pathlib import Path
+from packhorse.checkpoint import save
+from packhorse.trainer.run_folder import ResumeNewest
+from test_training import run
+
+folder, when = Path(sys.argv[1]), int(sys.argv[2])
+committed = [0]
+commit = save.commit_folder
+
+def commit_or_die(temporary, final):
+    committed[0] += 1
+    if committed[0] == when:
+        os.kill(os.getpid(), signal.SIGKILL)
+    commit(temporary, final)
+
+save.commit_folder = commit_or_die
+run(folder, resume=ResumeNewest(), save_steps=1)
+"""
+
+
+def test_a_process_killed_inside_a_save_loses_nothing_durable(tmp_path: Path):
+    run(tmp_path, output_dir=str(tmp_path / "straight"), save_steps=1)
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent / "support"), *sys.path])
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_RUN, str(tmp_path), "3"],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert [p.name for p in find_checkpoints(tmp_path / "run")] == ["checkpoint-1", "checkpoint-2"]
+    assert list((tmp_path / "run").glob("*.tmp-*"))
+    listener = Listener()
+    run(tmp_path, resume=ResumeNewest(), observer=listener, save_steps=1)
+    assert any("an interrupted save left" in note for note in listener.notes)
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
+    assert not list((tmp_path / "run").glob("*.tmp-*"))
 
 
 def test_state_of_an_earlier_run_is_never_written_over(tmp_path: Path):

@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Generator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,19 +23,34 @@ from packhorse.graph.export import describe_parameters
 from packhorse.trainer.model_sources import ModelSource
 
 
-def build_module(source: ModelSource) -> nn.Module:
+def build_module(
+    source: ModelSource, *, attention: Literal["causal", "eager", "native"] | None = None
+) -> nn.Module:
     """Build the module of a model in float32 and training mode, its parameters on `meta`.
 
+    Args:
+        attention: pinned path; None takes the fast one where the architecture has it.
+
     Raises:
+        RecipeError: the pinned path is none of a transformers model's.
         ModelError: transformers cannot build it as a causal LM.
         InputError: transformers is not installed.
     """
+    if attention == "native":
+        raise RecipeError(
+            "attention is pinned to native, which is for modules that are not of transformers",
+            where="recipe: plan.attention",
+            fix="use causal or eager",
+        )
+    implementation = {"causal": "sdpa", "eager": "eager", None: None}[attention]
     transformers = _import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(str(source.config), local_files_only=True)
         config = copy.deepcopy(config)
         with meta_parameters():
-            module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            module = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=implementation
+            )
     except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
         reason = str(error).strip().splitlines()
         raise ModelError(

@@ -100,7 +100,7 @@ def prepare_run(
     source = find_model(recipe.model_name_or_path)
     if progress is not None:
         progress("building the model without its weights", 0, None)
-    module = build_module(source)
+    module = build_module(source, attention=recipe.pins.attention)
     frozen = freeze_parameters(module, recipe.freeze)
     data = prepare_run_data(
         recipe,

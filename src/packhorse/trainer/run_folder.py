@@ -179,6 +179,11 @@ class RunFolder:
         }
         self._append(self._metrics, json.dumps(clean), METRICS_NAME)
 
+    def has_evaluation(self, step: int) -> bool:
+        """Tell whether metrics.jsonl has the evaluation after a step."""
+        lines = read_metrics(self.path / METRICS_NAME)
+        return any(line.get("step") == step and "eval_loss" in line for line in lines)
+
     def write_log(self, text: str) -> None:
         """Append a line with the time to the log.
 

@@ -184,16 +184,23 @@ class _Run:
         loss: float | None = None
         eval_loss: float | None = None
         saved_step = finished if self.resumed_from is not None else None
+        if (
+            finished
+            and self._evaluates_after(finished)
+            and not self.folder.has_evaluation(finished)
+        ):
+            # The signal that stopped the run came while this evaluation was under way.
+            eval_loss = self._evaluate(finished)
         for step in range(finished + 1, num_steps + 1):
             report = self._train_step(step, num_in_process=step - finished)
             loss = report.loss
             last = step == num_steps
-            if data.evaluation is not None and (last or _is_due(step, recipe.eval_steps)):
+            if self._evaluates_after(step):
                 eval_loss = self._evaluate(step)
             if recipe.save_steps is not None and (last or _is_due(step, recipe.save_steps)):
                 self._save_checkpoint(step)
                 saved_step = step
-            if self.signals.name is not None and not last:
+            if self.signals.name is not None and not (last and self._is_evaluated(step)):
                 raise self._stop(step, saved_step)
         begin_save = time.monotonic()
         self.saver.save_model()
@@ -236,6 +243,7 @@ class _Run:
     def _train_step(self, step: int, *, num_in_process: int) -> StepReport:
         recipe, data = self.prepared.recipe, self.prepared.data
         batch = data.train.batch(step - 1)
+        data.train.cache.release()
         if not batch.num_items:
             raise DataError(
                 f"the batch of step {step} has no label to learn from",
@@ -299,18 +307,33 @@ class _Run:
             )
         self.observer.stepped(report)
 
-    def _evaluate(self, step: int) -> float:
-        """Give the mean loss of all label tokens; batch after batch, nothing is kept of them."""
+    def _evaluates_after(self, step: int) -> bool:
+        data, interval = self.prepared.data, self.prepared.recipe.eval_steps
+        is_time = step == data.num_steps or _is_due(step, interval)
+        return data.evaluation is not None and is_time
+
+    def _is_evaluated(self, step: int) -> bool:
+        return not self._evaluates_after(step) or self.folder.has_evaluation(step)
+
+    def _evaluate(self, step: int) -> float | None:
+        """Give the mean loss of all label tokens, None when a signal cut it short.
+
+        Batch after batch, nothing is kept of them.
+        """
         batches = self.prepared.data.evaluation
         assert batches is not None
         begin = time.monotonic()
         total, num_items = 0.0, 0
         for index in range(batches.steps_per_epoch):
+            if self.signals.name is not None:
+                self.note(f"the evaluation after step {step} is put off: {self.signals.name}")
+                return None
             self.observer.progressed("evaluating", index, batches.steps_per_epoch)
             batch = batches.batch(index)
             # Divided by one: the sum over the batch, which a mean of means would get wrong.
             total += self.session.evaluate(model_inputs(batch), denominator=1).loss
             num_items += batch.num_items
+            batches.cache.release()
         if not num_items:
             raise DataError(
                 "the evaluation data has no label to learn from",
