@@ -22,7 +22,7 @@ from packhorse.optim.groups import hyperparameters
 from packhorse.optim.norm import clip_coefficient
 from packhorse.optim.optimizers import Optimizer
 from packhorse.optim.update import update_shard
-from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, PoolId, value_id
+from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, PoolId, TierName, value_id
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
 from packhorse.runtime.disk import DiskTier
@@ -31,6 +31,7 @@ from packhorse.runtime.lanes import InlineLanes
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.heap import set_heap_mode
 from packhorse.runtime.noise import NoiseKey
+from packhorse.runtime.tiers import ChunkTiers
 from packhorse.timeline.spec import Timeline
 
 
@@ -125,12 +126,22 @@ class Engine:
         }
         self._disk = DiskTier(buffers, scratch)
         self._memory = ChunkMemory(self._layout)
+        pools = programs["load"].pools
+        self._tiers: dict[TierName, ChunkMemory] = {"device": self._memory}
+        if any(pool.tier == "host" for pool in pools):
+            self._tiers["host"] = ChunkMemory(self._layout)
         self._executor = Executor(
             program=programs["load"],
-            peak_bytes=_largest_peaks(proofs.values()),
             runner=BodyRunner(traced, self._layout, self._memory),
             memory=self._memory,
-            disk=self._disk,
+            tiers=ChunkTiers(
+                self._layout,
+                memory=self._tiers,
+                disk=self._disk,
+                pools=pools,
+                limits=_largest_peaks(proofs.values()),
+                audit=audit,
+            ),
             lanes=InlineLanes(),
             parameter_order=tuple(traced.model.parameters),
             audit=audit,
@@ -206,7 +217,8 @@ class Engine:
     def close(self) -> None:
         """Remove the scratch file and give all memory back."""
         self._disk.close()
-        self._memory.close()
+        for memory in self._tiers.values():
+            memory.close()
 
     def _step(
         self,

@@ -27,7 +27,15 @@ from packhorse.errors import AuditError
 from packhorse.graph.liveness import storages_of
 from packhorse.optim.norm import combine_norm, count_segments, segment_squares
 from packhorse.program.audit import check_against_proof
-from packhorse.program.buffers import NORM, Buffer, BufferId, ChunkId, PoolId, state_id
+from packhorse.program.buffers import (
+    NORM,
+    Buffer,
+    BufferId,
+    ChunkId,
+    PoolId,
+    TierName,
+    state_id,
+)
 from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import (
     Backward,
@@ -49,12 +57,11 @@ from packhorse.program.tasks import (
 )
 from packhorse.runtime.bodies import BodyRunner, Payload
 from packhorse.runtime.dependencies import find_dependencies
-from packhorse.runtime.disk import DiskTier
 from packhorse.runtime.lanes import Lanes
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.ledger import Ledger
-from packhorse.runtime.memory.spare import SparePages
 from packhorse.runtime.noise import NoiseKey
+from packhorse.runtime.tiers import ChunkTiers
 from packhorse.timeline.names import kind_of, name_of
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
 
@@ -125,34 +132,22 @@ class Executor:
         self,
         *,
         program: Program,
-        peak_bytes: Mapping[PoolId, int],
         runner: BodyRunner,
         memory: ChunkMemory,
-        disk: DiskTier,
+        tiers: ChunkTiers,
         lanes: Lanes,
         parameter_order: tuple[str, ...],
         audit: bool,
     ) -> None:
         self._runner = runner
         self._memory = memory
-        self._disk = disk
+        self._tiers = tiers
         self._lanes = lanes
         self._order = parameter_order
         self._audit = audit
         self._ledger = Ledger(program.pools)
-        self._spare = SparePages({pool.id: peak_bytes.get(pool.id, 0) for pool in program.pools})
         self._chunks = chunk_table(program.layout)
         self._payload: dict[BufferId, Payload] = {}
-        self._chunk_present: set[BufferId] = set()
-        self._on_disk: set[BufferId] = set()
-        self._states = {
-            state_id(state, chunk.id): (state, chunk)
-            for state in program.layout.dtypes
-            for chunk in program.layout.chunks
-        }
-        if audit:
-            for state, chunk in self._states.values():
-                memory.poison(state, chunk)
 
     @property
     def used_bytes(self) -> Mapping[PoolId, int]:
@@ -216,13 +211,18 @@ class Executor:
     def _reserve(self, task: Task, program: Program) -> None:
         """Reserve what a task creates and its workspace, waiting for releases while it must."""
         wanted: dict[PoolId, int] = {}
-        for buffer, tier in writes_of(task):
-            if not self._is_present(buffer, tier):
-                pool = program.buffers[buffer].pools[tier]
-                wanted[pool] = wanted.get(pool, 0) + program.buffers[buffer].size_bytes
-                self._mark(buffer, tier)
-                if tier == "device" and buffer in self._states:
-                    self._spare.reuse(pool, buffer)
+        created: list[tuple[BufferId, TierName]] = []
+        for name, tier in writes_of(task):
+            if self._is_present(name, tier):
+                continue
+            buffer = program.buffers[name]
+            pool = buffer.pools[tier]
+            wanted[pool] = wanted.get(pool, 0) + buffer.size_bytes
+            if name in self._tiers:
+                self._tiers.add(name, tier, pool)
+                created.append((name, tier))
+            else:
+                self._payload[name] = ()
         workspace = workspace_of(task)
         if workspace:
             pool = program.workspace_pool
@@ -231,8 +231,9 @@ class Executor:
             while not self._ledger.fits(pool, size) and self._lanes.wait_any():
                 pass
             self._ledger.reserve(pool, size)
-            for spare in self._spare.shed(pool, self._ledger.used_bytes[pool]):
-                self._memory.drop(*self._states[spare])
+            self._tiers.shed(pool, self._ledger.used_bytes[pool])
+        for name, tier in created:
+            self._tiers.commit(name, tier)
 
     def _complete(self, task: Task, program: Program) -> None:
         workspace = workspace_of(task)
@@ -242,18 +243,10 @@ class Executor:
             buffer = program.buffers[task.buffer]
             self._ledger.release(buffer.pools[task.tier], buffer.size_bytes)
 
-    def _is_present(self, buffer: BufferId, tier: str) -> bool:
-        if tier == "disk":
-            return buffer in self._on_disk
-        return buffer in self._chunk_present or buffer in self._payload
-
-    def _mark(self, buffer: BufferId, tier: str) -> None:
-        if tier == "disk":
-            self._on_disk.add(buffer)
-        elif buffer in self._states:
-            self._chunk_present.add(buffer)
-        else:
-            self._payload[buffer] = ()
+    def _is_present(self, buffer: BufferId, tier: TierName) -> bool:
+        if buffer in self._tiers:
+            return self._tiers.is_present(buffer, tier)
+        return tier == "device" and buffer in self._payload
 
     def _perform(
         self, task: Task, program: Program, work: StepWork, emitted: dict[BufferId, Tensor]
@@ -282,7 +275,7 @@ class Executor:
             case Update():
                 self._update(task, work)
             case Copy():
-                self._copy(task)
+                self._tiers.copy(task)
             case Free():
                 self._free(task, program)
             case Emit():
@@ -299,16 +292,13 @@ class Executor:
         """The tensors of the declared buffers, and nothing else."""
         visible: dict[BufferId, Payload] = {}
         for buffer in reads:
-            if buffer in self._states:
-                self._require_present(buffer)
-            elif buffer in self._payload:
+            self._require_present(buffer)
+            if buffer not in self._tiers:
                 visible[buffer] = self._payload[buffer]
-            else:
-                self._require_present(buffer)
         return visible
 
     def _require_present(self, buffer: BufferId) -> None:
-        if buffer not in self._chunk_present and buffer not in self._payload:
+        if not self._is_present(buffer, "device"):
             raise AuditError(
                 f"{buffer} is read in the device tier, but it is not there",
                 fix="run the program that was verified",
@@ -376,38 +366,19 @@ class Executor:
         tensors: dict[str, Tensor] = {}
         for buffer in task.reads:
             self._require_present(buffer)
-            if buffer in self._states:
-                tensors[self._states[buffer][0]] = self._memory.tensor(
-                    self._states[buffer][0], chunk
-                )
+            if buffer in self._tiers:
+                state, _ = self._tiers.place_of(buffer)
+                tensors[state] = self._memory.tensor(state, chunk)
         norm = self._payload[NORM][0] if NORM in task.reads else None
         work.update(task.chunk, tensors, norm)
 
-    def _copy(self, task: Copy) -> None:
-        state, chunk = self._states[task.buffer]
-        address = self._memory.address(state, chunk)
-        match task.source, task.target:
-            case "disk", "device":
-                self._disk.read(task.buffer, address)
-            case "device", "disk":
-                self._require_present(task.buffer)
-                self._disk.write(task.buffer, address)
-            case _:
-                raise AuditError(f"no lane copies from {task.source} to {task.target} here")
-
     def _free(self, task: Free, program: Program) -> None:
-        if task.tier == "disk":
-            self._on_disk.discard(task.buffer)
+        if task.buffer in self._tiers:
+            if task.tier == "device":
+                self._require_present(task.buffer)
+            self._tiers.remove(program.buffers[task.buffer], task.tier)
             return
         self._require_present(task.buffer)
-        if task.buffer in self._states:
-            state, chunk = self._states[task.buffer]
-            self._chunk_present.discard(task.buffer)
-            if self._audit:
-                self._memory.poison(state, chunk)
-            buffer = program.buffers[task.buffer]
-            self._spare.keep(buffer.pools["device"], task.buffer, buffer.size_bytes)
-            return
         payload = self._payload.pop(task.buffer)
         if self._audit:
             self._poison(payload)

@@ -1,0 +1,190 @@
+"""Reserved addresses on a CUDA device: physical memory is mapped in and out of a fixed range.
+
+In: a size and a device. Out: the same interface as on CPU, by the driver's virtual memory calls:
+
+    cuMemAddressReserve                    once: addresses only
+    cuMemCreate, cuMemMap, cuMemSetAccess  commit: physical memory behind a chunk's range
+    cuMemUnmap, cuMemRelease               drop
+
+Every committed range begins and ends at a multiple of the driver's granularity (2 MiB today). The
+caller has synchronised with whatever uses a range before it is dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from packhorse.errors import RefusedError, RunFailedError
+from packhorse.units import format_bytes
+
+_SUCCESS: Final = 0
+_OUT_OF_MEMORY: Final = 2
+_PINNED: Final = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: plain device memory
+_ON_DEVICE: Final = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_READ_WRITE: Final = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_TYPES: Final = {
+    torch.float32: "<f4",
+    torch.float16: "<f2",
+    torch.bfloat16: "<i2",  # the array interface has no bf16; the view is reinterpreted
+}
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _AllocationProperties(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("requested_handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_handle_meta_data", ctypes.c_void_p),
+        ("compression_type", ctypes.c_ubyte),
+        ("gpu_direct_rdma_capable", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    ]
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+class _Exposed:
+    """What torch reads to make a tensor of memory that it does not own."""
+
+    def __init__(self, address: int, num_elements: int, typestr: str) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_elements,),
+            "typestr": typestr,
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class CudaBacking:
+    """A reserved range of a CUDA device's addresses.
+
+    Args:
+        size_bytes: rounded up to the granularity; costs addresses only.
+        device: index of the device.
+        driver: the CUDA driver library; by default libcuda.
+
+    Raises:
+        RefusedError: the driver has no virtual memory management or grants no range.
+    """
+
+    def __init__(
+        self, size_bytes: int, *, device: int, driver: Any = None
+    ) -> None:  # Any: a ctypes library has no type of its symbols
+        self._driver = ctypes.CDLL("libcuda.so.1") if driver is None else driver
+        self._location = _Location(type=_ON_DEVICE, id=device)
+        self._properties = _AllocationProperties(type=_PINNED, location=self._location)
+        grain = ctypes.c_size_t()
+        self._call(
+            "cuMemGetAllocationGranularity",
+            ctypes.byref(grain),
+            ctypes.byref(self._properties),
+            ctypes.c_int(0),
+        )
+        self._grain = grain.value
+        self._size = self._round(max(size_bytes, 1))
+        address = ctypes.c_uint64()
+        self._call(
+            "cuMemAddressReserve",
+            ctypes.byref(address),
+            ctypes.c_size_t(self._size),
+            ctypes.c_size_t(0),
+            ctypes.c_uint64(0),
+            ctypes.c_uint64(0),
+        )
+        self._address = address.value
+        self._handles: dict[int, tuple[ctypes.c_uint64, int]] = {}
+
+    @property
+    def address(self) -> int:
+        """Device address of the first byte."""
+        return self._address
+
+    @property
+    def grain_bytes(self) -> int:
+        """The driver's granularity."""
+        return self._grain
+
+    def tensor(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D view of a range of the device's memory."""
+        exposed = _Exposed(self._address + offset, size_bytes // dtype.itemsize, _TYPES[dtype])
+        view = torch.as_tensor(exposed, device=f"cuda:{self._location.id}")
+        return view if view.dtype == dtype else view.view(dtype)
+
+    def commit(self, offset: int, size_bytes: int) -> None:
+        """Map physical memory behind a range.
+
+        Raises:
+            RunFailedError: the device has no memory left: something else uses it.
+        """
+        if offset in self._handles:
+            return
+        size = self._round(size_bytes)
+        handle = ctypes.c_uint64()
+        self._call(
+            "cuMemCreate",
+            ctypes.byref(handle),
+            ctypes.c_size_t(size),
+            ctypes.byref(self._properties),
+            ctypes.c_uint64(0),
+        )
+        place = ctypes.c_uint64(self._address + offset)
+        self._call(
+            "cuMemMap", place, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0)
+        )
+        access = _Access(location=self._location, flags=_READ_WRITE)
+        self._call(
+            "cuMemSetAccess", place, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1)
+        )
+        self._handles[offset] = (handle, size)
+
+    def drop(self, offset: int, size_bytes: int) -> None:
+        """Unmap a range and release its memory; a range that is not mapped stays so."""
+        del size_bytes
+        found = self._handles.pop(offset, None)
+        if found is not None:
+            handle, size = found
+            self._call("cuMemUnmap", ctypes.c_uint64(self._address + offset), ctypes.c_size_t(size))
+            self._call("cuMemRelease", handle)
+
+    def close(self) -> None:
+        """Release everything, the addresses too."""
+        for offset in tuple(self._handles):
+            self.drop(offset, 0)
+        if self._address:
+            self._call(
+                "cuMemAddressFree", ctypes.c_uint64(self._address), ctypes.c_size_t(self._size)
+            )
+            self._address = 0
+
+    def _round(self, size_bytes: int) -> int:
+        return -(-size_bytes // self._grain) * self._grain
+
+    def _call(self, name: str, *args: object) -> None:
+        code: int = getattr(self._driver, name)(*args)
+        if code == _SUCCESS:
+            return
+        if code == _OUT_OF_MEMORY:
+            raise RunFailedError(
+                f"the device has no memory left for {name}",
+                where=f"cuda:{self._location.id}, {format_bytes(self._held_bytes())} held here",
+                fix="end other programs on this device, or lower the device budget",
+            )
+        raise RefusedError(
+            f"the CUDA driver refused {name} with code {code}",
+            where=f"cuda:{self._location.id}",
+            fix="virtual memory management needs CUDA 11 or newer",
+        )
+
+    def _held_bytes(self) -> int:
+        return sum(size for _, size in self._handles.values()) if hasattr(self, "_handles") else 0

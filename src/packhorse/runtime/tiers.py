@@ -1,0 +1,120 @@
+"""Where the states of chunks lie: device, host and disk, and how they get from one to another.
+
+In: Copy and Free tasks, reservations. Out: bytes moved, memory held. Every state of every chunk
+has one place per tier; which places hold it now is known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from packhorse.errors import AuditError
+from packhorse.program.buffers import (
+    Buffer,
+    BufferId,
+    Chunk,
+    Layout,
+    Pool,
+    PoolId,
+    TierName,
+    state_id,
+)
+from packhorse.program.tasks import Copy
+from packhorse.runtime.disk import DiskTier
+from packhorse.runtime.memory.chunks import ChunkMemory
+from packhorse.runtime.memory.spare import SparePages
+
+
+class ChunkTiers:
+    """The states of all chunks over the tiers of one rank.
+
+    Args:
+        memory: the tiers of memory, at least `device`.
+        disk: the disk tier.
+        pools: which pool is part of which tier.
+        limits: bytes that a pool may hold, spare pages counted.
+        audit: fill what is absent with NaN.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        memory: Mapping[TierName, ChunkMemory],
+        disk: DiskTier,
+        pools: tuple[Pool, ...],
+        limits: Mapping[PoolId, int],
+        audit: bool,
+    ) -> None:
+        self._memory = memory
+        self._disk = disk
+        self._audit = audit
+        self._tier_of: dict[PoolId, TierName] = {pool.id: pool.tier for pool in pools}
+        self._spare = SparePages({pool.id: limits.get(pool.id, 0) for pool in pools})
+        self._present: dict[TierName, set[BufferId]] = {tier: set() for tier in (*memory, "disk")}
+        self._states: dict[BufferId, tuple[str, Chunk]] = {
+            state_id(state, chunk.id): (state, chunk)
+            for state in layout.dtypes
+            for chunk in layout.chunks
+        }
+        if audit:
+            for held in memory.values():
+                for state, chunk in self._states.values():
+                    held.poison(state, chunk)
+
+    def __contains__(self, buffer: BufferId) -> bool:
+        return buffer in self._states
+
+    def place_of(self, buffer: BufferId) -> tuple[str, Chunk]:
+        """The state and chunk behind a name."""
+        return self._states[buffer]
+
+    def is_present(self, buffer: BufferId, tier: TierName) -> bool:
+        """Whether a tier holds a state."""
+        return buffer in self._present[tier]
+
+    def add(self, buffer: BufferId, tier: TierName, pool: PoolId) -> None:
+        """Note that a state has its place in a tier from now on."""
+        self._present[tier].add(buffer)
+        if tier != "disk":
+            self._spare.reuse(pool, buffer)
+
+    def commit(self, buffer: BufferId, tier: TierName) -> None:
+        """Put memory behind a state that was added, once its bytes are reserved."""
+        if tier != "disk":
+            self._memory[tier].commit(*self._states[buffer])
+
+    def shed(self, pool: PoolId, used_bytes: int) -> None:
+        """Drop spare pages of a pool until it keeps to its limit."""
+        tier = self._tier_of[pool]
+        for buffer in self._spare.shed(pool, used_bytes):
+            self._memory[tier].drop(*self._states[buffer])
+
+    def remove(self, buffer: Buffer, tier: TierName) -> None:
+        """Take a state out of a tier; its pages stay as spare ones for now."""
+        self._present[tier].discard(buffer.id)
+        if tier == "disk":
+            return
+        if self._audit:
+            self._memory[tier].poison(*self._states[buffer.id])
+        self._spare.keep(buffer.pools[tier], buffer.id, buffer.size_bytes)
+
+    def copy(self, task: Copy) -> None:
+        """Move the bytes of a state; blocks until they are there.
+
+        Raises:
+            AuditError: the source does not hold it.
+        """
+        if not self.is_present(task.buffer, task.source):
+            raise AuditError(
+                f"{task.buffer} is copied from {task.source}, but it is not there",
+                fix="run the program that was verified",
+            )
+        state, chunk = self._states[task.buffer]
+        if task.source == "disk":
+            self._disk.read(task.buffer, self._memory[task.target].address(state, chunk))
+        elif task.target == "disk":
+            self._disk.write(task.buffer, self._memory[task.source].address(state, chunk))
+        else:
+            target = self._memory[task.target].tensor(state, chunk)
+            target.copy_(self._memory[task.source].tensor(state, chunk))
