@@ -6,9 +6,10 @@ one passes any object with `duration_ns(task)` to the simulator instead.
 What is modelled:
 
     Forward, Recompute, Backward   the body's time, times 1 + map_cost when the heap is mapped
-    Backward                       plus writing or adding parameter gradients into their chunks
+    Backward                       plus adding to gradients of earlier micro-batches
     Copy, Import, Export           latency + bytes / link rate
-    Update                         bytes that it moves, at the rate at which fused AdamW moves them
+    Update                         bytes that it moves, at the rate at which fused AdamW moves them,
+                                   those of scaling the gradient included where it clips
     Feed, GradNorm, SegmentNorm    bytes / memory bandwidth, for SegmentNorm several times
     every task                     a constant for being issued, looked up and recorded
 """
@@ -24,7 +25,7 @@ from packhorse.errors import InputError, MismatchError
 from packhorse.machine.spec import Link, Machine, TierName
 from packhorse.model.spec import ITEM_BYTES, BlockId, Model
 from packhorse.profile.spec import BodyTime, Profile
-from packhorse.program.buffers import BufferId
+from packhorse.program.buffers import NORM, BufferId
 from packhorse.program.program import Program
 from packhorse.program.tasks import (
     Backward,
@@ -53,6 +54,10 @@ FREE_NS: Final = 10_000
 # Segments are widened to float64 in the cache and reduced there: measured, about four times as
 # long as reading the gradient once.
 NORM_PASSES: Final = 4
+
+# Adding one gradient to another reads both and writes one; scaling one reads and writes it.
+ADD_PASSES: Final = 3
+SCALE_PASSES: Final = 2
 
 # fp32 AdamW reads parameter, gradient and two moments and writes all but the gradient.
 ADAMW_MOVED_BYTES: Final = 28
@@ -141,11 +146,10 @@ class TaskCosts:
         return ceil(duration_ns * (1 + self.machine.heap.map_cost))
 
     def _gradient_ns(self, task: Backward) -> int:
-        # The body leaves its parameters' gradients in workspace. The first micro-batch copies
-        # them (read, write), later ones add (two reads, write).
-        chunks = self.program.layout.chunks
-        passes = 3 if any(buffer.startswith("grad/") for buffer in task.reads) else 2
-        if not chunks or not any(buffer.startswith("grad/") for buffer in task.writes):
+        # A body's time is that of its first micro-batch, which writes its gradients into their
+        # chunks. Later ones write them into workspace and add from there: two reads, one write.
+        adds = any(buffer.startswith("grad/") for buffer in task.reads)
+        if not adds or not self.program.layout.chunks:
             return 0
         names = self.model.blocks[BlockId(task.block)].parameters
         elements = sum(
@@ -154,7 +158,7 @@ class TaskCosts:
             if parameter.trainable
         )
         item_bytes = ITEM_BYTES[self.program.layout.dtypes.get("grad", "float32")]
-        return self._memory_ns(passes * elements * item_bytes)
+        return self._memory_ns(ADD_PASSES * elements * item_bytes)
 
     def _update_ns(self, task: Update) -> int:
         rate = next((u for u in self.machine.updates if u.tier == task.where), None)
@@ -171,6 +175,8 @@ class TaskCosts:
             for state in (buffer.split("/", 1)[0] for buffer in task.reads + task.writes)
             if state in dtypes
         )
+        if NORM in task.reads:
+            moved_bytes += SCALE_PASSES * ITEM_BYTES[dtypes["grad"]]
         share = moved_bytes / ADAMW_MOVED_BYTES
         return ceil(chunk.num_elements * share * 1e9 / rate.parameters_per_s)
 
