@@ -24,7 +24,8 @@ _CAP_NS: Final = 500_000_000
 _CPU_SIZES: Final = (128, 256, 512, 1024, 2048)
 _GPU_SIZES: Final = (256, 1024, 2048, 4096, 8192)
 _COPY_BYTES: Final = 128 * MIB
-_UPDATE_PARAMETERS: Final = 8 * 1024**2
+# Half a GiB of states: those of a run are in no cache either.
+_UPDATE_PARAMETERS: Final = 32 * 1024**2
 _PARAMETER_BYTES: Final = 16  # value, gradient and two moments in fp32
 
 
