@@ -202,7 +202,8 @@ def make_steps(
     for _ in range(num_steps):
         shape = (num_microbatches, rows, length)
         tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
-        labels = tokens.clone()
+        # A plain module does not shift its labels; its embedding alone could copy unshifted ones.
+        labels = tokens.clone() if entry.loss == "sum" else tokens.roll(1, dims=-1)
         kept = torch.rand(shape, generator=generator) < torch.rand((), generator=generator)
         kept[:, 0, : 2 + rows] = True
         labels[~kept] = _IGNORED
