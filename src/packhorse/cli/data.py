@@ -49,11 +49,13 @@ def show_data(
         )
     screen.show(_counts_table(data))
     cache = data.prepared[0].cache
+    coloured = screen.out.is_terminal and not screen.out.no_color
     rows = [show_row(cache, index, data.tokenizer) for index in range(min(show, cache.num_rows))]
     for index, row in enumerate(rows):
-        screen.show(*_render_row(index, str(cache.row(index).origin), row))
-    if rows and not screen.out.is_terminal:
-        screen.show("", "What stands between [[ and ]] is learnt.")
+        screen.show(*_render_row(index, str(cache.row(index).origin), row, coloured=coloured))
+    if rows:
+        marked = "is green" if coloured else "stands between [[ and ]]"
+        screen.show("", f"What {marked} is learnt.")
     screen.answer(
         {
             "steps": data.num_steps,
@@ -122,8 +124,10 @@ def _counts_table(data: RunData) -> RenderableType:
     return Group(table, Text(), Text(steps))
 
 
-def _render_row(index: int, origin: str, row: tuple[ShownToken, ...]) -> list[RenderableType]:
-    """Render a row; on a terminal what is learnt stands out, elsewhere marks show it."""
+def _render_row(
+    index: int, origin: str, row: tuple[ShownToken, ...], *, coloured: bool
+) -> list[RenderableType]:
+    """Render a row; in colour what is learnt stands out, without colours marks show it."""
     from rich.text import Text
 
     from packhorse.data.display import mark_labels
@@ -133,4 +137,9 @@ def _render_row(index: int, origin: str, row: tuple[ShownToken, ...]) -> list[Re
     head = Text(
         f"\nrow {index}, from {origin}: {num_tokens} tokens, {num_learnt} learnt", style="bold"
     )
-    return [head, Text(mark_labels(row))]
+    if not coloured:
+        return [head, Text(mark_labels(row))]
+    text = Text()
+    for token in row:
+        text.append(token.text, style="green" if token.has_label else "dim")
+    return [head, text]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Final
 
 import typer
@@ -98,13 +99,13 @@ def run_arguments(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
     """
-    arguments = spell_resume(arguments)
     as_json = "--json" in arguments
-    command = typer.main.get_command(app)
     try:
+        command = typer.main.get_command(app)
+        spelled = spell_resume(arguments) or ["--help"]
         try:
             # typer's own runner would end the process itself, with codes of its own.
-            with command.make_context("packhorse", list(arguments) or ["--help"]) as context:
+            with command.make_context("packhorse", spelled) as context:
                 command.invoke(context)
         finally:
             sys.stdout.flush()
@@ -137,7 +138,7 @@ def spell_resume(arguments: Sequence[str]) -> list[str]:
     Options have a value or they have none; this one may have one. A recipe is never its value.
     """
     spelled = list(arguments)
-    for at, (word, after) in enumerate(zip(arguments, [*arguments[1:], "--"], strict=True)):
+    for at, (word, after) in enumerate(pairwise([*arguments, "--"])):
         if word == "--resume" and (after.startswith("-") or after.endswith(RECIPE_ENDINGS)):
             spelled[at] = f"--resume={NEWEST}"
     return spelled

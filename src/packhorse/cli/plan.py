@@ -35,12 +35,14 @@ def make_plan(
 ) -> None:
     """Find the fastest plan that fits; write plan.json."""
     from packhorse.cli.machines import MachineChoice, choose_machine
+    from packhorse.cli.outputs import check_output
     from packhorse.cli.planning import plan_recipe, write_planned
     from packhorse.cli.screen import Screen
     from packhorse.report.explain import explanation_as_dict, plan_table
     from packhorse.trainer.recipe_files import load_recipe
 
     screen = Screen(as_json=as_json)
+    check_output(out)
     loaded = load_recipe(recipe, settings or ())
     for warning in loaded.warnings:
         screen.warn(warning)

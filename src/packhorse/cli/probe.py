@@ -33,13 +33,14 @@ def probe(
 ) -> None:
     """Measure this machine and write machine.json."""
     from packhorse.cli.machines import merge_budgets, probe_here
-    from packhorse.cli.outputs import write_output
+    from packhorse.cli.outputs import check_output, write_output
     from packhorse.cli.screen import Screen
     from packhorse.machine.budget import parse_budget, parse_memory, with_budget
     from packhorse.machine.files import format_machine
     from packhorse.machine.probe_cache import age_ns
 
     screen = Screen(as_json=as_json)
+    check_output(out)
     granted = parse_budget(budget)
     machine = probe_here(screen, granted, fresh=fresh, sustained=sustained)
     if memory is not None:
@@ -73,7 +74,8 @@ def machine_table(machine: Machine) -> RenderableType:
 
     age = age_ns(machine)
     measured = machine.source if age is None else f"measured {_say_age(age)} ago"
-    add("machine", [f"{machine.name}, {machine.num_threads} threads, {measured}"])
+    threads = f"{machine.num_threads} thread{'' if machine.num_threads == 1 else 's'}"
+    add("machine", [f"{machine.name}, {threads}, {measured}"])
     add(
         "tiers",
         [
@@ -98,7 +100,7 @@ def machine_table(machine: Machine) -> RenderableType:
     add(
         "matmul",
         [
-            f"{dtype}: {format_count(rate)}FLOP/s at best"
+            f"{dtype}: {rate / 1e9:,.0f} GFLOP/s at best"
             + (no_units if dtype == "bfloat16" else "")
             for dtype, rate in best.items()
         ],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import resource
+import gc
 import signal
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -21,11 +21,9 @@ from packhorse.cli.options import (
     Settings,
 )
 from packhorse.errors import DoesNotFitError, StoppedError
-from packhorse.units import KIB, format_bytes, format_count, format_ns, format_percent
+from packhorse.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from packhorse.cli.planning import Planned
     from packhorse.cli.screen import Screen
     from packhorse.cli.training_screen import Summary
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 NEWEST: Final = "newest"
 _STOPPING: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _PLAN_NAME: Final = "plan.json"
-_LABEL_WIDTH: Final = 5
 
 
 def train_recipe(
@@ -65,6 +62,7 @@ def train_recipe(
     """Train a model by a recipe."""
     from packhorse.cli.machines import MachineChoice, choose_machine
     from packhorse.cli.screen import Screen
+    from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.report.explain import plan_table
     from packhorse.trainer.recipe_files import load_recipe
     from packhorse.trainer.run_folder import StartFresh, find_beginning, read_resume
@@ -92,11 +90,13 @@ def train_recipe(
             screen.note(note)
         screen.show(plan_table(planned.plan, planned.run), "")
         predicted = _predict(planned)
+        # Traced graphs refer to themselves: those that were not chosen must go before training.
+        gc.collect()
     summary = _run(planned, predicted, beginning, screen, audit=audit)
-    screen.show("", _render_summary(planned, summary))
+    screen.show("", render_summary(planned, summary))
     # Lines to be copied stay whole, however long the path is.
-    screen.show_text(_say_where(planned.prepared.recipe.run_folder))
-    screen.answer(_summary_as_dict(planned, summary))
+    screen.show_text(say_where(planned.prepared.recipe.run_folder))
+    screen.answer(summary_as_dict(planned, summary))
 
 
 def _settle_plan(
@@ -119,7 +119,29 @@ def _settle_plan(
             screen.note(f"by the plan of the run that is resumed: {earlier}")
             return take_plan(recipe, machine, plan, earlier, screen)
         screen.note(f"{earlier} needs more than the budget now is, so a new plan is made")
+        return _plan_again(recipe, machine, plan, screen)
     return plan_recipe(recipe, machine, screen)
+
+
+def _plan_again(recipe: Recipe, machine: Machine, earlier: Plan, screen: Screen) -> Planned:
+    """Plan with the numerics of an earlier plan, so that its curve goes on in the same bits."""
+    from packhorse.cli.planning import plan_recipe
+    from packhorse.plan.pins import WHOLE
+
+    numerics = earlier.numerics
+    pins = {
+        "microbatch_rows": numerics.microbatch_rows.value,
+        "loss_chunk_tokens": numerics.loss_chunk_tokens.value or WHOLE,
+    }
+    pinned = recipe.model_copy(update={"plan": pins | recipe.plan})
+    try:
+        return plan_recipe(pinned, machine, screen)
+    except DoesNotFitError:
+        screen.warn(
+            f"micro-batches of {pins['microbatch_rows']} rows no longer fit: others are taken, and"
+            " the curve goes on with other roundings"
+        )
+        return plan_recipe(recipe, machine, screen)
 
 
 def _check_budgets(plan: Plan, machine: Machine, path: Path) -> None:
@@ -203,121 +225,6 @@ def _write_companions(planned: Planned, folder: Path) -> None:
     plan = folder / _PLAN_NAME
     write_output(companion_path(plan, "model"), format_model(planned.traced.model))
     write_output(companion_path(plan, "profile"), format_profile(planned.profile))
-
-
-def _render_summary(planned: Planned, summary: Summary) -> RenderableType:
-    from packhorse.report.tables import plain_table
-
-    table = plain_table(heads=False)
-    table.add_column(style="bold", no_wrap=True, min_width=_LABEL_WIDTH)
-    table.add_column(ratio=1)
-
-    def add(name: str, lines: Iterable[str]) -> None:
-        for at, line in enumerate(lines):
-            table.add_row("" if at else name, line)
-
-    add("loss", _say_losses(summary))
-    add("time", _say_time(planned, summary))
-    add("peak", _say_peaks(planned, summary))
-    return table
-
-
-def _say_where(folder: Path) -> str:
-    lines = (
-        str(folder),
-        f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})",
-        f"packhorse compare {folder}",
-    )
-    heads = ("model", "load", "next")
-    return "".join(
-        f"{head:<{_LABEL_WIDTH}}  {line}\n" for head, line in zip(heads, lines, strict=True)
-    )
-
-
-def _say_losses(summary: Summary) -> Iterable[str]:
-    if summary.first_loss and summary.last_loss:
-        (first, before), (last, after) = summary.first_loss, summary.last_loss
-        yield f"{before:.4f} in step {first} -> {after:.4f} in step {last}"
-    if summary.eval_losses:
-        yield "evaluation: " + " -> ".join(
-            f"{loss:.4f} after step {step}" for step, loss in _ends(summary.eval_losses)
-        )
-
-
-def _ends(values: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-    return values if len(values) < 3 else (values[0], values[-1])
-
-
-def _say_time(planned: Planned, summary: Summary) -> Iterable[str]:
-    if summary.result is not None:
-        rate = format_count(summary.tokens_per_second)
-        yield f"{format_ns(summary.result.wall_s * 1e9)} in all, {rate} tokens/s in the steps"
-    step_ns = median_ns(summary)
-    if step_ns is not None:
-        line = f"a step: {format_ns(step_ns)}"
-        if planned.plan.prediction is not None:
-            promised = planned.plan.prediction.step_ns
-            line += f", predicted {format_ns(promised)} ({_error(promised, step_ns)})"
-        yield line
-
-
-def median_ns(summary: Summary) -> int | None:
-    """The median step; the first one still warms up and is left out where there are others."""
-    steps = sorted(summary.step_s[1:] or summary.step_s)
-    return round(steps[len(steps) // 2] * 1e9) if steps else None
-
-
-def _say_peaks(planned: Planned, summary: Summary) -> Iterable[str]:
-    for tier, (used, promised, budget) in _peaks(planned, summary).items():
-        line = f"{tier}: {format_bytes(used)}"
-        line += f" of {format_bytes(budget)}" if budget else ""
-        if promised:
-            line += f", predicted {format_bytes(promised)} ({_error(promised, used)})"
-        yield line
-    yield f"process: {format_bytes(_largest_resident_bytes())} at its largest, libraries included"
-
-
-def _peaks(planned: Planned, summary: Summary) -> Mapping[str, tuple[int, int, int]]:
-    """Give (measured, predicted, budget) bytes by tier; the base counts on both sides."""
-    prediction = planned.plan.prediction
-    found: dict[str, tuple[int, int, int]] = {}
-    for tier, budget in planned.plan.budget_bytes.items():
-        promised = 0
-        if prediction is not None and tier in prediction.peak_bytes:
-            promised = sum(prediction.peak_bytes[tier].values())
-        used = summary.peak_bytes.get(tier, 0)
-        if used:
-            found[tier] = used, promised, budget
-    return found
-
-
-def _error(promised: int, measured: int) -> str:
-    share = (promised - measured) / measured if measured else 0.0
-    return f"{'+' if share >= 0.0005 else ''}{format_percent(share)}"
-
-
-def _largest_resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-
-
-def _summary_as_dict(planned: Planned, summary: Summary) -> dict[str, object]:
-    prediction = planned.plan.prediction
-    return {
-        "output_dir": str(planned.prepared.recipe.run_folder),
-        "steps": summary.result.num_steps if summary.result else None,
-        "first_loss": summary.first_loss[1] if summary.first_loss else None,
-        "loss": summary.last_loss[1] if summary.last_loss else None,
-        "eval_losses": [{"step": step, "eval_loss": loss} for step, loss in summary.eval_losses],
-        "wall_s": summary.result.wall_s if summary.result else None,
-        "tokens_per_second": summary.tokens_per_second,
-        "step_ns": median_ns(summary),
-        "predicted_step_ns": prediction.step_ns if prediction else None,
-        "peak_bytes": {tier: used for tier, (used, _, _) in _peaks(planned, summary).items()},
-        "predicted_peak_bytes": {
-            tier: promised for tier, (_, promised, _) in _peaks(planned, summary).items()
-        },
-        "resident_bytes": _largest_resident_bytes(),
-    }
 
 
 @contextmanager
