@@ -66,7 +66,7 @@ def measure(bench: Bench) -> None:
     """Run the plain loop, then Packhorse, then Packhorse in less."""
     with work_folder("headline") as folder:
         num_steps = QUICK_STEPS if bench.quick else NUM_STEPS
-        imports = expect_done(run_command(["--version"], folder=folder), "the empty command")
+        imports = expect_done(run_command(["schema"], folder=folder), "the empty command")
         assert imports.imports_bytes is not None
         place = Place(folder=folder, imports_bytes=imports.imports_bytes, num_steps=num_steps)
         problem = _find_problem()

@@ -12,10 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
-
-import torch
 
 from bench.children import (
     MODEL,
@@ -26,6 +23,7 @@ from bench.children import (
     work_folder,
     write_recipe,
 )
+from bench.material import write_tokens
 from bench.report import Bench, Figure, at_least, at_most, run_bench, shown
 from packhorse.units import format_bytes, format_percent
 
@@ -37,7 +35,6 @@ NUM_EVALUATION_ROWS: Final = 4
 NUM_PARAMETERS: Final = 134_515_008
 MIN_PARAMETERS: Final = 100_000_000
 MAX_ERROR: Final = 0.10
-_VOCABULARY: Final = 49_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +81,15 @@ def measure(bench: Bench) -> None:
 
 def _read_budget(budget_bytes: int) -> Reading:
     with work_folder("memory") as folder:
-        write_tokens(folder / "train.jsonl", num_rows=ROWS * NUM_STEPS, seed=0)
-        write_tokens(folder / "eval.jsonl", num_rows=NUM_EVALUATION_ROWS, seed=1)
+        train, evaluation = folder / "train.jsonl", folder / "eval.jsonl"
+        write_tokens(train, num_rows=ROWS * NUM_STEPS, length=LENGTH, seed=0)
+        write_tokens(evaluation, num_rows=NUM_EVALUATION_ROWS, length=LENGTH, seed=1)
         recipe = write_recipe(
             folder / "recipe.yaml",
             {
                 "model_name_or_path": str(MODEL),
-                "train_data": [str(folder / "train.jsonl")],
-                "eval_data": [str(folder / "eval.jsonl")],
+                "train_data": [str(train)],
+                "eval_data": [str(evaluation)],
                 "data_format": "tokens",
                 "data_cache": str(folder / "cache"),
                 "max_length": LENGTH,
@@ -129,14 +127,6 @@ def _list_figures(reading: Reading) -> list[Figure]:
         shown("held right after imports", reading.outcome.imports_bytes, show=format_bytes),
         *(shown(f"predicted: {cause}", size, show=format_bytes) for cause, size in causes),
     ]
-
-
-def write_tokens(path: Path, *, num_rows: int, seed: int, length: int = LENGTH) -> None:
-    """Write rows of random tokens, every one of them a label."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(0, _VOCABULARY, (num_rows, length), generator=generator).tolist()
-    lines = (json.dumps({"input_ids": row, "labels": row}) for row in rows)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
