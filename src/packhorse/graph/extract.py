@@ -17,6 +17,24 @@ def extract_graph(
     nodes: list[fx.Node], holders: list[fx.Node], results: list[fx.Node], inside: set[fx.Node]
 ) -> fx.GraphModule:
     """Copy what `results` need out of the joint graph; in-place writes to kept bytes come along."""
+    needed = needed_for(nodes, results, inside)
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for holder in holders:
+        mapping[holder] = graph.placeholder(holder.name)
+        mapping[holder].meta = holder.meta
+    for node in nodes:
+        if node in needed:
+            mapping[node] = graph.node_copy(node, lambda source: mapping[source])
+    output = graph.output([mapping[node] for node in results])
+    output.meta = {}
+    return fx.GraphModule({}, graph)
+
+
+def needed_for(
+    nodes: Iterable[fx.Node], results: Iterable[fx.Node], inside: set[fx.Node]
+) -> set[fx.Node]:
+    """The nodes of `inside` that results depend on, in-place writes to what they read included."""
     needed = closure_of(results, inside)
     while True:
         kept = _keys(needed)
@@ -29,19 +47,8 @@ def extract_graph(
             and _keys([node.args[0]] if isinstance(node.args[0], fx.Node) else []) & kept
         ]
         if not writers:
-            break
+            return needed
         needed |= closure_of(writers, inside)
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for holder in holders:
-        mapping[holder] = graph.placeholder(holder.name)
-        mapping[holder].meta = holder.meta
-    for node in nodes:
-        if node in needed:
-            mapping[node] = graph.node_copy(node, lambda source: mapping[source])
-    output = graph.output([mapping[node] for node in results])
-    output.meta = {}
-    return fx.GraphModule({}, graph)
 
 
 def closure_of(results: Iterable[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:

@@ -20,10 +20,11 @@ from packhorse.graph.code import (
     BodyCosts,
     GradientFlow,
 )
-from packhorse.graph.extract import closure_of, extract_graph
+from packhorse.graph.extract import extract_graph, needed_for
 from packhorse.graph.flops import count_flops
 from packhorse.graph.interpret import Noise
 from packhorse.graph.liveness import bytes_of, moved_bytes, peak_bytes, storages_of
+from packhorse.graph.nodes import writes_in_place
 from packhorse.graph.sinks import store_first, store_later
 
 
@@ -142,16 +143,10 @@ def _needed_from_forward(
 ) -> list[fx.Node]:
     """Values of the forward (arguments included) that the backward reads, in order."""
     mine = in_forward | set(own)
-    reached: set[fx.Node] = set()
-    pending = list(grads)
-    while pending:
-        node = pending.pop()
-        if node in reached:
-            continue
-        reached.add(node)
-        if node not in mine:
-            pending += node.all_input_nodes
-    return [node for node in nodes if node in reached and node in mine]
+    outside = {node for node in nodes if node.op == "call_function" and node not in in_forward}
+    reached = needed_for(nodes, grads, outside)
+    reads = {source for node in reached for source in node.all_input_nodes} | set(grads)
+    return [node for node in nodes if node in reads and node in mine]
 
 
 def _view_chains(
@@ -172,7 +167,7 @@ def _view_chains(
         while node in in_forward and node not in outputs and len(node.all_input_nodes) == 1:
             chain.append(node)
             node = node.all_input_nodes[0]
-        if node in outputs or node in plain:
+        if (node in outputs or node in plain) and not any(map(writes_in_place, chain)):
             chains[seed] = chain[::-1]
     return chains
 
@@ -192,7 +187,7 @@ def _build_backward(
 ) -> tuple[BackwardCode, fx.Graph, int]:
     again = {node for chain in replayed.values() for node in chain}
     inside = {n for n in nodes if n.op == "call_function" and n not in in_forward} | again
-    reached = closure_of(grads, inside)
+    reached = needed_for(nodes, grads, inside)
     reads = {source for node in reached for source in node.all_input_nodes} | set(grads)
     reread = [node for node in plain if node in reads]
     out_read = [node for node in outputs if node in reads]
