@@ -1,6 +1,6 @@
 """How a run went, at its end: losses, time, peaks against the plan, where the model is.
 
-In: what was planned and what was seen. Out: a rich table, lines to copy, or what `json.dumps` takes.
+In: what was planned and what was seen. Out: a rich table, lines to copy, or a JSON document.
 """
 
 from __future__ import annotations
