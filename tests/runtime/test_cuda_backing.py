@@ -1,3 +1,4 @@
+# ruff: noqa: ARG002  the names and arguments are the driver's own
 """The CUDA backing against a driver that only keeps books; a GPU runs the same calls for real."""
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class BookkeepingDriver:
     def __init__(self, *, memory_bytes: int = 1 << 40) -> None:
         self.free_bytes = memory_bytes
         self.handles: dict[int, int] = {}
+        self.num_created = 0
         self.mapped: dict[int, tuple[int, int]] = {}
         self.accessible: set[int] = set()
         self.reserved = 0
@@ -39,12 +41,13 @@ class BookkeepingDriver:
         if size.value > self.free_bytes:
             return 2
         self.free_bytes -= size.value
-        handle._obj.value = len(self.handles) + 1
+        self.num_created += 1
+        handle._obj.value = self.num_created
         self.handles[handle._obj.value] = size.value
         return 0
 
     def cuMemMap(self, place, size, offset, handle, flags) -> int:
-        assert BASE <= place.value
+        assert place.value >= BASE
         assert place.value + size.value <= BASE + self.reserved
         assert place.value not in self.mapped
         self.mapped[place.value] = (size.value, handle.value)

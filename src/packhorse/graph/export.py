@@ -2,7 +2,7 @@
 
 In: a module whose forward returns a loss (its parameters may be on `meta`), an example batch.
 Out: an `Exported`: the graph, and which placeholder is which parameter, constant or step input.
-The export runs on fake CPU tensors: nothing is computed and no weight is allocated. The module is
+The export runs on fake tensors: nothing is computed and no weight is allocated. The module is
 left as it was. A batch dimension that the model allows to vary stays symbolic.
 """
 
@@ -41,7 +41,7 @@ class Exported:
     """A flat graph and the meaning of its placeholders (keys are placeholder names).
 
     `constants` holds real tensors (module buffers, lifted constants). `batch_is_dynamic` says
-    that the graph is right for any number of rows.
+    that the graph is right for any number of rows; `device` is where the bodies run.
     """
 
     graph: fx.Graph
@@ -52,6 +52,7 @@ class Exported:
     rows: int
     length: int
     batch_is_dynamic: bool
+    device: str
 
 
 class LossModule(nn.Module):
@@ -108,7 +109,11 @@ def describe_parameters(module: nn.Module) -> dict[str, TracedParameter]:
 
 
 def export_module(
-    module: nn.Module, batch: Mapping[str, Tensor], *, compute_dtype: torch.dtype = torch.float32
+    module: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Exported:
     """Export the loss of `module` on a batch of this shape.
 
@@ -116,6 +121,7 @@ def export_module(
         module: forward takes the batch as keyword arguments and returns a loss; see `LossModule`.
         batch: one micro-batch, rows first; only shapes and dtypes are used.
         compute_dtype: floating parameters and buffers are traced in this dtype.
+        device: where the bodies will run; a graph's constants name it, so torch must know it.
 
     Raises:
         ModelError: the module cannot be traced; names the reason torch gives.
@@ -128,7 +134,10 @@ def export_module(
     for dynamic in (True, False):
         shape_rows = example_rows if dynamic else rows
         try:
-            graph, signature, constants = _export(module, batch, shape_rows, dynamic, compute_dtype)
+            with default_device(device):
+                graph, signature, constants = _export(
+                    module, batch, shape_rows, dynamic, compute_dtype
+                )
         except Exception as error:
             if not dynamic:
                 raise explain_failure(module, error) from error
@@ -146,8 +155,14 @@ def export_module(
             rows=rows,
             length=length,
             batch_is_dynamic=dynamic,
+            device=device,
         )
     raise ModelError(f"the model cannot be traced: {failure}")
+
+
+def default_device(device: str) -> contextlib.AbstractContextManager[object]:
+    """Make new tensors on a device; on the CPU, where they are anyway, change nothing."""
+    return contextlib.nullcontext() if device == "cpu" else torch.device(device)
 
 
 def _export(
@@ -230,7 +245,7 @@ def _read_signature(
 def _fake_weights(
     module: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
 ) -> Generator[None]:
-    """Swap parameters and buffers for fake CPU tensors while tracing; ties stay ties."""
+    """Swap parameters and buffers for fake tensors while tracing; ties stay ties."""
     parameters: list[tuple[nn.Module, str, nn.Parameter]] = []
     buffers: list[tuple[nn.Module, str, Tensor]] = []
     fakes: dict[int, nn.Parameter] = {}

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packhorse.errors import ModelError
 from packhorse.graph.code import BodyArguments, BodyCode, GradientFlow
-from packhorse.graph.export import Exported
+from packhorse.graph.export import Exported, default_device
 from packhorse.graph.interpret import BlockInterpreter, find_loss_heads
 from packhorse.graph.joint import trace_body
 from packhorse.graph.nodes import sizes_of, tensor_of
@@ -79,8 +79,9 @@ def trace_blocks(
             fix=f"use micro-batches of {exported.rows} rows",
         )
     pieces = split_graph(exported)
-    assembler = _Assembler(exported, pieces, rows, chunk_tokens, compute_dtype)
-    return assembler.assemble(groups or {}, name)
+    with default_device(exported.device):
+        assembler = _Assembler(exported, pieces, rows, chunk_tokens, compute_dtype)
+        return assembler.assemble(groups or {}, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,16 @@ class _BlockArguments:
 class BodyRunner:
     """Runs forward, recompute and backward bodies of a traced model."""
 
-    def __init__(self, traced: Traced, layout: Layout, memory: ChunkMemory) -> None:
+    def __init__(
+        self, traced: Traced, layout: Layout, memory: ChunkMemory, device: torch.device
+    ) -> None:
         self._traced = traced
+        self._device = device
+        self._unused = torch.empty(0, device=device)
+        self._constants = {
+            block: tuple(tensor.to(device) for tensor in tensors)
+            for block, tensors in traced.constants.items()
+        }
         self._arguments = tuple(
             _find_arguments(block, traced, layout, memory) for block in traced.model.blocks
         )
@@ -109,10 +117,10 @@ class BodyRunner:
         code = self._traced.code[block.body]
         places = _input_names(block, code)
         inputs = [
-            _find(visible, value_id(places[i], microbatch), block) if i in places else _UNUSED
+            _find(visible, value_id(places[i], microbatch), block) if i in places else self._unused
             for i in range(code.num_inputs)
         ]
-        return [*own.parameters, *self._traced.constants[block.id], *inputs]
+        return [*own.parameters, *self._constants[block.id], *inputs]
 
     def _backward_arguments(
         self,
@@ -133,7 +141,7 @@ class BodyRunner:
             _require(own.param_chunks[index], task.reads, block)
         for index in variant.sinks:
             _require(own.grad_chunks[index], task.writes, block)
-        constants = self._traced.constants[block.id]
+        constants = self._constants[block.id]
         return [
             *saved,
             *(own.parameters[index] for index in backward.parameters),
@@ -161,12 +169,9 @@ class BodyRunner:
     def _noise(self, block: BlockId, code: BodyCode, key: NoiseKey) -> list[Tensor]:
         ordinals = self._traced.noise_ordinals[block]
         return [
-            draw_noise(noise, key, ordinal)
+            draw_noise(noise, key, ordinal).to(self._device)
             for noise, ordinal in zip(code.noise, ordinals, strict=True)
         ]
-
-
-_UNUSED = torch.empty(0)
 
 
 def _input_names(block: Block, code: BodyCode) -> dict[int, ValueId]:

@@ -6,8 +6,9 @@ and states handed out again, each by running the program made for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -28,7 +29,9 @@ from packhorse.runtime.bodies import BodyRunner
 from packhorse.runtime.disk import DiskTier
 from packhorse.runtime.executor import Executor, Outcome, StepWork, prepare_program
 from packhorse.runtime.lanes import InlineLanes
+from packhorse.runtime.memory.backing import HostBacking
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
+from packhorse.runtime.memory.cuda import CudaBacking
 from packhorse.runtime.memory.heap import set_heap_mode
 from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.tiers import ChunkTiers
@@ -78,6 +81,9 @@ class Engine:
         seed: of the dropout noise.
         scratch: folder of the disk tier.
         num_threads: intra-op threads of the compute lane.
+        heap: how the C heap treats large blocks.
+        device: `cpu`, or a CUDA device, for which the model was traced.
+        audit: check every task against what it declares.
 
     Raises:
         MismatchError: a program was compiled for another model.
@@ -96,6 +102,7 @@ class Engine:
         scratch: Path | None,
         num_threads: int,
         heap: Literal["keep", "map"],
+        device: str = "cpu",
         audit: bool = False,
     ) -> None:
         for kind, program in programs.items():
@@ -125,14 +132,13 @@ class Engine:
             for buffer in program.buffers.values()
         }
         self._disk = DiskTier(buffers, scratch)
-        self._memory = ChunkMemory(self._layout)
+        self._device = torch.device(device)
         pools = programs["load"].pools
-        self._tiers: dict[TierName, ChunkMemory] = {"device": self._memory}
-        if any(pool.tier == "host" for pool in pools):
-            self._tiers["host"] = ChunkMemory(self._layout)
+        self._tiers = _make_tiers(self._layout, self._device, {pool.tier for pool in pools})
+        self._memory = self._tiers["device"]
         self._executor = Executor(
             program=programs["load"],
-            runner=BodyRunner(traced, self._layout, self._memory),
+            runner=BodyRunner(traced, self._layout, self._memory, self._device),
             memory=self._memory,
             tiers=ChunkTiers(
                 self._layout,
@@ -142,7 +148,7 @@ class Engine:
                 limits=_largest_peaks(proofs.values()),
                 audit=audit,
             ),
-            lanes=InlineLanes(),
+            lanes=InlineLanes(_synchronizer(self._device)),
             parameter_order=tuple(traced.model.parameters),
             audit=audit,
         )
@@ -241,7 +247,12 @@ class Engine:
             return NoiseKey(seed=self._seed, step=step, microbatch=microbatch)
 
         before = self._disk.counters
-        outcome = self._run(kind, feeds=lambda m: feeds[m], noise=noise, update=update)
+        outcome = self._run(
+            kind,
+            feeds=lambda m: {name: x.to(self._device) for name, x in feeds[m].items()},
+            noise=noise,
+            update=update,
+        )
         moved = self._disk.counters.since(before)
         losses = [outcome.emitted[value_id(self._traced.model.loss, m)] for m in range(len(feeds))]
         total = losses[0]
@@ -320,6 +331,22 @@ def _rate_of(own: float, base: float, scheduled: float) -> float:
     if own == base:
         return scheduled
     return own * (scheduled / base) if base else own
+
+
+def _make_tiers(
+    layout: Layout, device: torch.device, tiers: Collection[TierName]
+) -> dict[TierName, ChunkMemory]:
+    """The tiers of memory: the device's, and where a plan uses it, the host's."""
+    is_cuda = device.type == "cuda"
+    on_device = partial(CudaBacking, device=device.index or 0) if is_cuda else HostBacking
+    made: dict[TierName, ChunkMemory] = {"device": ChunkMemory(layout, on_device)}
+    if "host" in tiers:
+        made["host"] = ChunkMemory(layout, partial(HostBacking, pinned=is_cuda))
+    return made
+
+
+def _synchronizer(device: torch.device) -> Callable[[], None] | None:
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
 
 
 def _largest_peaks(proofs: Iterable[Proof]) -> Mapping[PoolId, int]:

@@ -1,8 +1,8 @@
 """Lanes: where tasks run. Each lane is first in, first out.
 
 In: work in program order, each with the places of the tasks it must follow. Out: completions.
-`InlineLanes` runs every lane on the caller's thread, so that a task is complete when `submit`
-returns; lanes with threads or streams of their own implement the same interface.
+`InlineLanes` runs every lane on the caller's thread and waits for the device, so that a task is
+complete when `submit` returns; lanes with threads or streams of their own implement the same interface.
 """
 
 from __future__ import annotations
@@ -36,12 +36,21 @@ class Lanes(Protocol):
 
 
 class InlineLanes:
-    """Every lane on the caller's thread."""
+    """Every lane on the caller's thread.
+
+    Args:
+        synchronize: waits until the device has done what was asked of it; nothing on CPU.
+    """
+
+    def __init__(self, synchronize: Work | None = None) -> None:
+        self._synchronize = synchronize
 
     def submit(self, index: int, lane: Lane, work: Work, after: Sequence[int]) -> None:
         """Run the work now; what it must follow has run already."""
         del index, lane, after
         work()
+        if self._synchronize is not None:
+            self._synchronize()
 
     def wait_any(self) -> bool:
         """Nothing is ever pending."""
