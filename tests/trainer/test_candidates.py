@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from packhorse.errors import InputError
+from packhorse.graph.trace import Traced
+from packhorse.machine.spec import Machine
 from packhorse.profile.analytic import estimate_profile
-from packhorse.profile.measure import measure_profile, scale_profile
+from packhorse.profile.measure import Measurement, measure_profile, scale_profile
 from packhorse.trainer import candidates
 from packhorse.trainer.candidates import (
     Candidates,
@@ -70,6 +72,20 @@ def test_all_are_measured_where_there_is_time(tmp_path: Path):
         assert entry.profile.source == "measured"
         times = [entry.profile.bodies[block.body] for block in entry.traced.model.blocks]
         assert all(time.forward_ns > 0 and time.backward_ns > 0 for time in times)
+
+
+def test_what_there_was_no_time_for_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def measure_one(traced: Traced, machine: Machine, **options: object) -> Measurement:
+        done = traced.model.rows == 1
+        profile = replace(estimate_profile(traced.model, machine), source="measured")
+        return Measurement(profile=profile, num_measured=3 if done else 1, num_bodies=3)
+
+    monkeypatch.setattr(candidates, "measure_profile", measure_one)
+    found = offer(tmp_path, 4, limit_s=5.0)
+    (note,) = found.notes
+    assert note.startswith("1 of 3 ways to cut the step were measured in 5.00 s")
+    assert {entry.profile.source for entry in found.entries} == {"measured"}
+    assert [entry.profile.rows for entry in found.entries] == [1, 2, 4]
 
 
 def test_without_time_or_on_another_machine_estimates_stand_in(tmp_path: Path):

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +45,7 @@ from packhorse.trainer.run_folder import (
     read_metrics,
     read_resume,
 )
+from packhorse.trainer.session import Session
 from packhorse.trainer.training import train
 
 FRESH = StartFresh()
@@ -386,6 +389,25 @@ def test_evaluation_is_the_mean_over_all_label_tokens(tmp_path: Path):
         items += batch.num_items
     last = curve(tmp_path / "run")[-1]["eval_loss"]
     assert last == pytest.approx(total / items, rel=1e-6)
+
+
+def test_evaluation_keeps_nothing_of_its_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    alive: list[int] = []
+    seen: list[weakref.ref[torch.Tensor]] = []
+    evaluate = Session.evaluate
+
+    def watch(session: Session, inputs: Mapping[str, torch.Tensor], **options: float):
+        seen.extend(weakref.ref(tensor) for tensor in inputs.values())
+        result = evaluate(session, inputs, **options)
+        alive.append(sum(reference() is not None for reference in seen))
+        return result
+
+    monkeypatch.setattr(Session, "evaluate", watch)
+    make_data = prepare(tmp_path, make_machine(tmp_path))
+    write_rows(tmp_path / "eval.jsonl", 60, first=1000)
+    run(tmp_path, eval_data=str(tmp_path / "eval.jsonl"), eval_steps=None, max_steps=1)
+    assert len(alive) > 12
+    assert max(alive) <= 2 * len(make_data.example)
 
 
 def test_a_plan_is_for_its_optimizer_alone(tmp_path: Path):

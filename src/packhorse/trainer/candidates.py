@@ -32,7 +32,7 @@ from packhorse.profile.measure import (
 )
 from packhorse.profile.spec import Profile
 from packhorse.runtime.memory.heap import set_heap_mode, trim_heap
-from packhorse.units import MIB
+from packhorse.units import MIB, format_ns
 
 # Called with what is done next, its index, and the number of parts.
 Progress = Callable[[str, int, int], None]
@@ -269,32 +269,38 @@ def _profile_all(
     deadline = time.monotonic() + limit_s
     set_heap_mode("keep")
     profiles: list[Profile] = []
-    reference: int | None = None
-    num_measured = 0
+    first: Measurement | None = None
+    num_complete = 0
     for index, found in enumerate(traced):
-        measurement: Measurement | None = None
         rest_s = deadline - time.monotonic()
-        if rest_s > 0:
-            measurement = measure_profile(found, machine, limit_s=rest_s, memory_bytes=memory_bytes)
-        complete = measurement is not None and measurement.num_measured == measurement.num_bodies
-        if measurement is not None and (complete or reference is None):
-            profiles.append(measurement.profile)
-            num_measured += complete
-            if measurement.num_measured and reference is None:
-                reference = index
-        elif reference is not None:
-            profiles.append(
-                scale_profile(profiles[reference], estimated[reference], estimated[index])
-            )
-        else:
-            profiles.append(estimated[index])
-    if num_measured == len(traced):
+        # One that was cut short says less than the first, scaled: then no other is begun.
+        if index == 0 or (rest_s > 0 and num_complete == index):
+            measured = measure_profile(found, machine, limit_s=rest_s, memory_bytes=memory_bytes)
+            num_complete += measured.num_measured == measured.num_bodies
+            if first is None or num_complete == index + 1:
+                first = measured if first is None else first
+                profiles.append(measured.profile)
+                continue
+        profiles.append(scale_profile(profiles[0], estimated[0], estimated[index]))
+    if num_complete == len(traced):
         return profiles, []
-    note = (
-        f"{num_measured} of {len(traced)} candidates were measured; the times of the others are"
-        " scaled from those"
+    return profiles, [_say_measured(first, num_complete, len(traced), limit_s)]
+
+
+def _say_measured(
+    first: Measurement | None, num_complete: int, num_candidates: int, limit_s: float
+) -> str:
+    limit = format_ns(limit_s * 1e9)
+    if num_complete:
+        return (
+            f"{num_complete} of {num_candidates} ways to cut the step were measured in {limit}; the"
+            " times of the others are scaled from the first"
+        )
+    ran, num_bodies = (0, 0) if first is None else (first.num_measured, first.num_bodies)
+    return (
+        f"{ran} of {num_bodies} kinds of blocks were measured in {limit}, for the smallest"
+        " micro-batch; other times are the machine's rates, scaled by what those blocks took"
     )
-    return profiles, [note]
 
 
 def _ignore_progress(what: str, index: int, num_parts: int) -> None:
