@@ -95,7 +95,8 @@ def test_errors_for_people_have_their_codes_and_no_traceback(shell, monkeypatch,
     monkeypatch.setattr("packhorse.machine.doctor.examine_machine", fail)
     done = shell("doctor")
     assert (done.code, done.out) == (code, "")
-    assert done.err == f"error: {error}\n"
+    head = "" if isinstance(error, StoppedError) else "error: "
+    assert done.err == f"{head}{error}\n"
     done = shell("doctor", "--json")
     assert done.code == code
     assert done.document == {

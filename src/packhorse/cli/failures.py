@@ -19,7 +19,7 @@ from typing import Final
 from rich.console import Console
 
 from packhorse import __version__
-from packhorse.errors import InputError, PackhorseError
+from packhorse.errors import InputError, PackhorseError, StoppedError
 
 BUG: Final = 1
 BAD_INPUT: Final = 2
@@ -41,7 +41,9 @@ def report_error(error: PackhorseError, *, as_json: bool) -> int:
     """Say what is wrong, where, and what to change."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     first, _, rest = str(error).partition("\n")
-    console.print("error: ", style="bold red", end="")
+    if not isinstance(error, StoppedError):
+        # To stop was what somebody wanted.
+        console.print("error: ", style="bold red", end="")
     console.print(first, style="bold", soft_wrap=True)
     if rest:
         console.print(rest, soft_wrap=True)

@@ -16,13 +16,14 @@ from typing import Final
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from packhorse.errors import InputError
 from packhorse.units import format_percent
 
 # Between two plain lines about the same work.
 QUIET_S: Final = 10.0
-_BAR_WIDTH: Final = 24
+_BAR_WIDTH: Final = 16
 
 Tell = Callable[[str, int, int | None], None]
 """Told what is being done, how much of it is done, and how much there is where known."""
@@ -124,12 +125,14 @@ def _make_console(*, stderr: bool) -> Console:
 
 
 def _make_progress(console: Console) -> Progress:
+    text = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return Progress(
         SpinnerColumn(style="none"),
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=_BAR_WIDTH),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[detail]}", style="dim", markup=False),
+        TextColumn("{task.fields[detail]}", style="dim", markup=False, table_column=text),
         console=console,
         transient=True,
+        expand=True,
     )

@@ -13,15 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.table import Column
 
 from packhorse.units import format_bytes, format_ns, format_percent
 
@@ -29,6 +22,7 @@ if TYPE_CHECKING:
     from packhorse.trainer.observer import EvaluationReport, RunStart, StepReport, TrainResult
 
 _RECENT_STEPS: Final = 20
+_BAR_WIDTH: Final = 12
 _HEAD: Final = "  step      loss  grad norm       rate  tokens/s      step     device"
 
 
@@ -88,7 +82,7 @@ class TrainingScreen:
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
-            self._task = self._bar.add_task("", total=None, detail="", eta="-")
+            self._task = self._bar.add_task("", total=None, detail="")
         return self
 
     def __exit__(
@@ -183,18 +177,26 @@ class TrainingScreen:
             parts.append(f"{format_percent(used / budget)} of device")
         return ", ".join(parts)
 
-    def _eta(self) -> str:
+    def _say_rest(self, start: RunStart) -> str:
         recent = self._step_s[-_RECENT_STEPS:]
-        if self._start is None or self._last is None or not recent:
-            return "-"
-        rest = self._start.num_steps - self._last.step
-        return format_ns(rest * sum(recent) / len(recent) * 1e9)
+        if self._last is None or not recent:
+            return f"{start.first_step - 1}/{start.num_steps}"
+        rest = start.num_steps - self._last.step
+        left = format_ns(rest * sum(recent) / len(recent) * 1e9)
+        return f"{self._last.step}/{start.num_steps}, {left} left"
 
     def _update(self, step: int | None, detail: str) -> None:
         if self._bar is None or self._task is None:
             return
-        total = None if self._start is None else self._start.num_steps
-        self._bar.update(self._task, completed=step, total=total, detail=detail, eta=self._eta())
+        if self._start is None:
+            self._bar.update(self._task, detail=detail)
+            return
+        self._bar.update(
+            self._task,
+            completed=step,
+            total=self._start.num_steps,
+            detail=f"{self._say_rest(self._start)}, {detail}",
+        )
 
     def _say(self, text: str, *, style: str | None = None) -> None:
         console = self._console if self._bar is None else self._bar.console
@@ -211,13 +213,13 @@ def _format_step(report: StepReport, peaks: Mapping[str, int]) -> str:
 
 
 def _make_bar(console: Console) -> Progress:
+    # One column of text, cut at its end: on a narrow terminal the least important goes.
+    text = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return Progress(
         SpinnerColumn(style="none"),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left {task.fields[eta]}", markup=False),
-        TextColumn("{task.fields[detail]}", style="dim", markup=False),
+        BarColumn(bar_width=_BAR_WIDTH),
+        TextColumn("{task.fields[detail]}", markup=False, table_column=text),
         console=console,
         transient=True,
+        expand=True,
     )
