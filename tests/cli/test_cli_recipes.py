@@ -49,6 +49,7 @@ def test_init_writes_a_recipe_that_is_right(shell, recipe, tmp_path):
     assert "gradient_checkpointing" in done.out
     content = yaml.safe_load(out.read_text())
     assert content["data_format"] == "tokens"
+    assert "eval_split" not in content  # of 16 rows
     assert content["max_length"] == 32  # the model's positions; rows have 12 tokens
     assert max(map(len, out.read_text().splitlines())) < 200
     checked = shell("check", out)

@@ -65,7 +65,7 @@ def write_recipe(
             formats=sample.formats,
             max_length=max_length,
             because=because,
-            num_sampled=len(sample.lengths),
+            num_sampled=None if sample.flows else len(sample.lengths),
             random_weights=source.weights is None,
         )
     )

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from typing import Final
 
 _COLUMN: Final = 44
+_ENOUGH_ROWS: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What is known of a recipe before a person has read it."""
+    """What is known of a recipe before a person has read it.
+
+    `num_sampled` is None for running text, which becomes many rows whatever its files are.
+    """
 
     model: str
     data: tuple[str, ...]
@@ -21,7 +25,7 @@ class Draft:
     formats: tuple[str, ...]
     max_length: int
     because: str
-    num_sampled: int
+    num_sampled: int | None
     random_weights: bool
 
 
@@ -41,7 +45,7 @@ def draft_recipe(draft: Draft) -> str:
         "",
         _line("model_name_or_path", _scalar(draft.model), begins),
         _line("train_data", _list(draft.data), "files, folders, globs"),
-        _line("eval_split", "0.01", "held out for evaluation; or eval_data"),
+        _eval_line(draft.num_sampled),
         _line("data_format", data_format, "auto recognises it by its fields, file by file"),
         _line("max_length", str(draft.max_length), draft.because),
     ]
@@ -73,6 +77,13 @@ def draft_recipe(draft: Draft) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _eval_line(num_rows: int | None) -> str:
+    if num_rows is not None and num_rows < _ENOUGH_ROWS:
+        # A share of so few rows would be none, or too few to tell anything.
+        return _line("# eval_split", "0.1", f"only {num_rows} rows: better a file, eval_data")
+    return _line("eval_split", "0.01", "held out for evaluation; or eval_data")
 
 
 def _line(key: str, value: str, comment: str) -> str:
