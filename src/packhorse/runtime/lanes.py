@@ -2,7 +2,8 @@
 
 In: work in program order, each with the places of the tasks it must follow. Out: completions.
 `InlineLanes` runs every lane on the caller's thread and waits for the device, so that a task is
-complete when `submit` returns; lanes with threads or streams of their own implement the same interface.
+complete when `submit` returns; lanes with threads or streams of their own implement the same
+interface.
 """
 
 from __future__ import annotations

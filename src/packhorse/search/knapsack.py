@@ -139,7 +139,7 @@ def _solve(
     # Loading the solver takes a third of a second, so only who searches pays for it.
     import highspy
     from highspy._core import (
-        _Highs,  # pyright: ignore[reportPrivateUsage] the public subclass prints a banner
+        _Highs,  # pyright: ignore[reportPrivateUsage]  # the public subclass prints a banner
     )
 
     num_moves, num_pools = len(sketch.setting.moves), len(floors)

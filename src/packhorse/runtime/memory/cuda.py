@@ -66,6 +66,9 @@ class _Exposed:
         }
 
 
+Driver = Any  # Any: a ctypes library has no type of its symbols
+
+
 class CudaBacking:
     """A reserved range of a CUDA device's addresses.
 
@@ -78,9 +81,7 @@ class CudaBacking:
         RefusedError: the driver has no virtual memory management or grants no range.
     """
 
-    def __init__(
-        self, size_bytes: int, *, device: int, driver: Any = None
-    ) -> None:  # Any: a ctypes library has no type of its symbols
+    def __init__(self, size_bytes: int, *, device: int, driver: Driver = None) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1") if driver is None else driver
         self._location = _Location(type=_ON_DEVICE, id=device)
         self._properties = _AllocationProperties(type=_PINNED, location=self._location)
