@@ -2,9 +2,9 @@
 
 A tiny Llama is trained by `packhorse train` in processes of their own. A run that nothing
 interrupts gives the curve and the weights. Then run after run is killed from outside, its whole
-process group at once, at seeded random moments: some by the clock, spread over the time from the
-first step to the end, some when a checkpoint or the model has a random share of its bytes on the
-disk. Each is resumed, a part of them killed again first, and must end with the same lines in
+process group at once, at seeded random moments: half of them spread over the steps, each somewhere
+between a step and the next, half when a checkpoint or the model has a random share of its bytes on
+the disk. Each is resumed, some are killed again first, and must end with the same lines in
 `metrics.jsonl`, the same weights and the same optimizer state. Runs alternate between a plan with
 everything in memory and one with everything on disk. Further runs are resumed under the other
 plan, and stopped by SIGTERM.
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -47,7 +47,7 @@ STOPPED: Final = 75
 CURVE: Final = ("step", "epoch", "loss", "eval_loss", "grad_norm", "learning_rate")
 _NUM_WORDS: Final = 500
 _RUN_LIMIT_S: Final = 600.0
-_POLL_S: Final = 0.0005
+_POLL_S: Final = 0.002
 
 Place = Literal["memory", "disk"]
 PINS: Final[Mapping[Place, Mapping[str, str]]] = {
@@ -69,8 +69,11 @@ OTHER: Final[Mapping[Place, Place]] = {"memory": "disk", "disk": "memory"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ByClock:
-    """A moment by the share of the time from the first step to the end."""
+class ByProgress:
+    """A moment by the share of the steps that are still to come.
+
+    The whole part of `share * steps` is waited for, the rest is a part of a step's time.
+    """
 
     share: float
 
@@ -83,7 +86,7 @@ class ByBytes:
     share: float
 
 
-Moment = ByClock | ByBytes
+Moment = ByProgress | ByBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,16 +156,9 @@ def measure(bench: Bench) -> None:
         references = {place: _run_through(bench, site, place) for place in PINS}
         same_plans = references["memory"].ending == references["disk"].ending
         tally = Tally()
-        moments = draw_moments(draw, num_kills)
-        index = 0
-        while moments:
+        for index, moments in enumerate(draw_moments(draw, num_kills)):
             place: Place = "memory" if index % 2 else "disk"
-            # Every third run is killed twice before it may go on.
-            now, moments = (
-                (moments[:2], moments[2:]) if index % 3 == 2 else (moments[:1], moments[1:])
-            )
-            _kill_and_resume(bench, site, references[place], place, index, now, tally)
-            index += 1
+            _kill_and_resume(bench, site, references[place], place, index, moments, tally)
         killed = len(tally.kills)
         bench.add(
             "Killed and resumed",
@@ -188,18 +184,29 @@ def measure(bench: Bench) -> None:
         )
 
 
-def draw_moments(draw: random.Random, count: int) -> list[Moment]:
-    """Draw moments: half by the clock, evenly spread, half in the middle of saves."""
+def draw_moments(draw: random.Random, count: int) -> list[tuple[Moment, ...]]:
+    """Draw the moments of each run: half in the steps, half in saves, some runs with one of each.
+
+    A run that is killed twice is first killed in the first half of its steps.
+    """
+    num_bytes = count // 2
+    early = list(range(SAVE_STEPS, NUM_STEPS // 2 + 1, SAVE_STEPS))
     saves: list[int | None] = [*range(SAVE_STEPS, NUM_STEPS + 1, SAVE_STEPS), None]
-    num_clock = count - count // 2
-    moments: list[Moment] = [
-        ByClock(share=(at + draw.random()) / num_clock) for at in range(num_clock)
+    num_steps = count - num_bytes
+    steps = [ByProgress(share=(at + draw.random()) / num_steps) for at in range(num_steps)]
+    draw.shuffle(steps)
+    num_pairs = num_bytes // 2
+    pairs: list[tuple[Moment, ...]] = [
+        (ByBytes(step=draw.choice(early), share=draw.random()), step) for step in steps[:num_pairs]
     ]
-    moments += [
-        ByBytes(step=draw.choice(saves), share=draw.random()) for _ in range(count - num_clock)
+    singles: list[tuple[Moment, ...]] = [(step,) for step in steps[num_pairs:]]
+    singles += [
+        (ByBytes(step=draw.choice(saves) if at else None, share=draw.random()),)
+        for at in range(num_bytes - num_pairs)
     ]
-    draw.shuffle(moments)
-    return moments
+    trials = pairs + singles
+    draw.shuffle(trials)
+    return trials
 
 
 def _run_through(bench: Bench, site: Site, place: Place) -> Reference:
@@ -264,7 +271,7 @@ def _change_plan(
 ) -> bool:
     run = site.folder / f"changed-{place}"
     process = site.start(run, place, resume=False)
-    _kill_at(process, run, ByClock(share=draw.uniform(0.3, 0.8)), references[place])
+    _kill_at(process, run, ByProgress(share=draw.uniform(0.3, 0.8)), references[place])
     other = OTHER[place]
     bench.say(f"{place}: killed after step {_last_step(run)}, resumed under the plan for {other}")
     code = _finish(site, run, place, plan=references[other].folder / "plan.json")
@@ -284,7 +291,7 @@ def _stop_and_resume(
     run = site.folder / f"stopped-{place}"
     process = site.start(run, place, resume=False)
     share = draw.uniform(0.1, 0.6)
-    _kill_at(process, run, ByClock(share=share), references[place], number=signal.SIGTERM)
+    _kill_at(process, run, ByProgress(share=share), references[place], number=signal.SIGTERM)
     bench.say(f"{place}: SIGTERM after step {_last_step(run)}, exit {process.returncode}")
     stopped = process.returncode == STOPPED and max(_saved_steps(run)) == _last_step(run)
     code = _finish(site, run, place)
@@ -311,9 +318,10 @@ def _kill_at(
     """Send a signal to the process group at a moment, and wait for its end."""
     begun = _last_step(run)
     match moment:
-        case ByClock(share=share):
-            _wait_for(process, lambda: _has_begun(run, after=begun))
-            until_s = time.monotonic() + share * reference.training_s
+        case ByProgress(share=share):
+            whole, part = divmod(share * (NUM_STEPS - begun), 1)
+            _wait_for(process, lambda: _last_step(run) >= begun + max(1, whole))
+            until_s = time.monotonic() + part * reference.training_s / NUM_STEPS
             _wait_for(process, lambda: time.monotonic() >= until_s)
         case ByBytes(step=step, share=share):
             name = "model" if step is None else f"checkpoint-{step}"
@@ -341,8 +349,8 @@ def _wait_for(process: subprocess.Popen[bytes], has_come: Callable[[], bool]) ->
     return time.monotonic()
 
 
-def _has_begun(run: Path, *, after: int = 0) -> bool:
-    return _last_step(run) > after if after else (run / "metrics.jsonl").is_file()
+def _has_begun(run: Path) -> bool:
+    return (run / "metrics.jsonl").is_file()
 
 
 def _is_saving(run: Path) -> bool:
@@ -398,7 +406,7 @@ def _digest(paths: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _stored_bytes(paths: object) -> int:
+def _stored_bytes(paths: Iterable[Path]) -> int:
     """Bytes that files and the files of folders occupy; what vanishes meanwhile counts nothing."""
     total = 0
     for path in paths:
@@ -437,7 +445,7 @@ def _recipe(folder: Path) -> dict[str, object]:
 
 
 def _write_model(folder: Path) -> None:
-    """A random Llama with a tied head, dropout, and a tokenizer of words."""
+    """A random Llama with a tied head and dropout, and a tokenizer of words."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=512,
