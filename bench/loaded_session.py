@@ -18,7 +18,7 @@ import transformers  # noqa: F401  imported before the first look
 import packhorse.trainer.training  # noqa: F401  imported before the first look
 from bench.memory_gauge import read_status_bytes, reset_peak, write_memory
 from packhorse.cli.machines import MachineChoice, choose_machine
-from packhorse.cli.planning import Planned, plan_recipe
+from packhorse.cli.planning import Planned, load_libraries, plan_recipe
 from packhorse.cli.screen import Screen
 from packhorse.runtime.memory.heap import trim_heap
 from packhorse.trainer.recipe_files import load_recipe
@@ -41,8 +41,9 @@ def main() -> int:
 
     screen = Screen(as_json=True)
     recipe = load_recipe(Path(path), ()).recipe
+    baseline_bytes = load_libraries(screen)
     machine = choose_machine(MachineChoice(), screen, granted=recipe.granted, here=True)
-    planned = plan_recipe(recipe, machine, screen)
+    planned = plan_recipe(recipe, machine, screen, baseline_bytes=baseline_bytes)
     take_peak("planning")
     disk = machine.tier("disk")
     assert disk is not None

@@ -36,7 +36,7 @@ def make_plan(
     """Find the fastest plan that fits; write plan.json."""
     from packhorse.cli.machines import MachineChoice, choose_machine
     from packhorse.cli.outputs import check_output
-    from packhorse.cli.planning import plan_recipe, write_planned
+    from packhorse.cli.planning import load_libraries, plan_recipe, write_planned
     from packhorse.cli.screen import Screen
     from packhorse.report.explain import explanation_as_dict, plan_table
     from packhorse.trainer.recipe_files import load_recipe
@@ -46,13 +46,20 @@ def make_plan(
     loaded = load_recipe(recipe, settings or ())
     for warning in loaded.warnings:
         screen.warn(warning)
+    baseline_bytes = load_libraries(screen) if machine is None else None
     chosen = choose_machine(
         MachineChoice(name=machine, budget=budget, memory=memory),
         screen,
         granted=loaded.recipe.granted,
         threads=loaded.recipe.pins.num_threads,
     )
-    planned = plan_recipe(loaded.recipe, chosen, screen, measure=machine is None)
+    planned = plan_recipe(
+        loaded.recipe,
+        chosen,
+        screen,
+        measure=machine is None,
+        baseline_bytes=baseline_bytes,
+    )
     for note in planned.notes:
         screen.note(note)
     written = write_planned(planned, out)

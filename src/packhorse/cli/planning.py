@@ -34,12 +34,28 @@ class Planned:
     notes: tuple[str, ...]
 
 
+def load_libraries(screen: Screen) -> int:
+    """Load what planning and training need; give the bytes that this process then holds."""
+    with screen.progress("starting") as progress:
+        progress("loading libraries", 0, None)
+        from packhorse.trainer.candidates import measure_baseline
+
+        return measure_baseline()
+
+
 def plan_recipe(
-    recipe: Recipe, machine: Machine, screen: Screen, *, measure: bool = True
+    recipe: Recipe,
+    machine: Machine,
+    screen: Screen,
+    *,
+    measure: bool = True,
+    baseline_bytes: int | None = None,
 ) -> Planned:
     """Trace a recipe's model and find the fastest plan that fits.
 
     Args:
+        baseline_bytes: `load_libraries()` of before the machine was chosen, when it was measured
+            in this process: what measuring left in memory counts as well.
         measure: time the model's blocks here; False estimates them from the machine's rates, as
             for a machine that is somewhere else.
 
@@ -49,13 +65,11 @@ def plan_recipe(
     """
     from packhorse.search.search import find_plan
     from packhorse.search.space import Arithmetic, Candidate
-    from packhorse.trainer.candidates import MEASURE_LIMIT_S, measure_baseline
+    from packhorse.trainer.candidates import MEASURE_LIMIT_S
     from packhorse.trainer.preparation import offer_candidates, prepare_run
 
     started_s = time.monotonic()
     with screen.progress("planning") as progress:
-        progress("loading libraries", 0, None)
-        baseline_bytes = measure_baseline() if measure else None
         prepared = prepare_run(recipe, machine, progress=progress)
         candidates = offer_candidates(
             prepared,

@@ -61,6 +61,7 @@ def train_recipe(
 ) -> None:
     """Train a model by a recipe."""
     from packhorse.cli.machines import MachineChoice, choose_machine
+    from packhorse.cli.planning import load_libraries
     from packhorse.cli.screen import Screen
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.report.explain import plan_table
@@ -78,6 +79,7 @@ def train_recipe(
         # A refusal should not come after minutes of planning.
         find_beginning(loaded.recipe.run_folder, beginning)
     with _stop_before_training():
+        baseline_bytes = load_libraries(screen)
         chosen = choose_machine(
             MachineChoice(name=machine, budget=budget, memory=memory),
             screen,
@@ -85,7 +87,9 @@ def train_recipe(
             threads=loaded.recipe.pins.num_threads,
             here=True,
         )
-        planned = _settle_plan(loaded.recipe, chosen, plan, beginning, screen)
+        planned = _settle_plan(
+            loaded.recipe, chosen, plan, beginning, screen, baseline_bytes=baseline_bytes
+        )
         for note in planned.notes:
             screen.note(note)
         screen.show(plan_table(planned.plan, planned.run), "")
@@ -100,7 +104,13 @@ def train_recipe(
 
 
 def _settle_plan(
-    recipe: Recipe, machine: Machine, path: Path | None, beginning: Resume, screen: Screen
+    recipe: Recipe,
+    machine: Machine,
+    path: Path | None,
+    beginning: Resume,
+    screen: Screen,
+    *,
+    baseline_bytes: int,
 ) -> Planned:
     """Take the plan that was named, or that of the run that is resumed, or make one."""
     from packhorse.cli.planning import plan_recipe, take_plan
@@ -119,11 +129,13 @@ def _settle_plan(
             screen.note(f"by the plan of the run that is resumed: {earlier}")
             return take_plan(recipe, machine, plan, earlier, screen)
         screen.note(f"{earlier} needs more than the budget now is, so a new plan is made")
-        return _plan_again(recipe, machine, plan, screen)
-    return plan_recipe(recipe, machine, screen)
+        return _plan_again(recipe, machine, plan, screen, baseline_bytes)
+    return plan_recipe(recipe, machine, screen, baseline_bytes=baseline_bytes)
 
 
-def _plan_again(recipe: Recipe, machine: Machine, earlier: Plan, screen: Screen) -> Planned:
+def _plan_again(
+    recipe: Recipe, machine: Machine, earlier: Plan, screen: Screen, baseline_bytes: int
+) -> Planned:
     """Plan with the numerics of an earlier plan, so that its curve goes on in the same bits."""
     from packhorse.cli.planning import plan_recipe
     from packhorse.plan.pins import WHOLE
@@ -135,13 +147,13 @@ def _plan_again(recipe: Recipe, machine: Machine, earlier: Plan, screen: Screen)
     }
     pinned = recipe.model_copy(update={"plan": pins | recipe.plan})
     try:
-        return plan_recipe(pinned, machine, screen)
+        return plan_recipe(pinned, machine, screen, baseline_bytes=baseline_bytes)
     except DoesNotFitError:
         screen.warn(
             f"micro-batches of {pins['microbatch_rows']} rows no longer fit: others are taken, and"
             " the curve goes on with other roundings"
         )
-        return plan_recipe(recipe, machine, screen)
+        return plan_recipe(recipe, machine, screen, baseline_bytes=baseline_bytes)
 
 
 def _check_budgets(plan: Plan, machine: Machine, path: Path) -> None:

@@ -102,7 +102,8 @@ def probe_machine(
     if measured is None:
         disk_bytes = next(tier.budget_bytes for tier in tiers if tier.name == "disk")
         measured = _measure(
-            hardware,
+            # Measuring keeps to the budgets too.
+            replace(hardware, tiers=tiers),
             disk.path,
             # A budget of nothing forbids the disk to plans; its rates are still worth knowing.
             file_bytes=min(file_bytes, disk_bytes or file_bytes),
