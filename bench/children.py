@@ -91,6 +91,12 @@ def run_plain(
     return _run("bench.plain_loop", [json.dumps(specification)], folder, group)
 
 
+def run_session(recipe: Path, eval_batches: Sequence[int], *, folder: Path) -> Outcome:
+    """Plan a recipe, load, evaluate and train a step in a child; see `bench.loaded_session`."""
+    counts = ",".join(map(str, eval_batches))
+    return _run("bench.loaded_session", [str(recipe), counts], folder, None)
+
+
 def _run(module: str, arguments: Sequence[str], folder: Path, group: MemoryGroup | None) -> Outcome:
     report = folder / "memory.json"
     report.unlink(missing_ok=True)
