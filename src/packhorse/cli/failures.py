@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from packhorse import __version__
 from packhorse.errors import InputError, PackhorseError, StoppedError
@@ -40,13 +42,16 @@ _EXTRAS: Final[Mapping[str, str]] = {
 def report_error(error: PackhorseError, *, as_json: bool) -> int:
     """Say what is wrong, where, and what to change."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-    first, _, rest = str(error).partition("\n")
     if not isinstance(error, StoppedError):
         # To stop was what somebody wanted.
         console.print("error: ", style="bold red", end="")
-    console.print(first, style="bold", soft_wrap=True)
-    if rest:
-        console.print(rest, soft_wrap=True)
+    first, _, rest = str(error).partition("\n")
+    if console.is_terminal:
+        # Broken at words, and aligned; files and programs get the lines as they are.
+        console.print(first, style="bold")
+        console.print(_render_places(error))
+    else:
+        console.print(first + (f"\n{rest}" if rest else ""), soft_wrap=True)
     if as_json:
         document = {
             "error": type(error).__name__,
@@ -57,6 +62,16 @@ def report_error(error: PackhorseError, *, as_json: bool) -> int:
         }
         sys.stdout.write(json.dumps({"error": document}, indent=2) + "\n")
     return error.exit_code
+
+
+def _render_places(error: PackhorseError) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for label, text in (("  where:", error.where), ("  fix:", error.fix)):
+        if text:
+            table.add_row(label, Text(text))
+    return table
 
 
 def report_usage(message: str, command: str, *, as_json: bool) -> int:

@@ -55,11 +55,15 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Say what a person should know, on stderr."""
-        self.err.print(f"note: {text}", style="dim", soft_wrap=True)
+        self._remark(f"note: {text}", "dim")
 
     def warn(self, text: str) -> None:
         """Say what is probably not meant, on stderr."""
-        self.err.print(f"warning: {text}", style="yellow", soft_wrap=True)
+        self._remark(f"warning: {text}", "yellow")
+
+    def _remark(self, text: str, style: str) -> None:
+        # Terminals break at words; files and programs get one line.
+        self.err.print(text, style=style, soft_wrap=not self.err.is_terminal)
 
     def wrote(self, *paths: object) -> None:
         """Say which files were written, on stderr."""
