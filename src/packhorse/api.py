@@ -151,6 +151,7 @@ def find_plan(
                 describe_parameters(model), chosen, module_kinds=find_module_kinds(model)
             ),
             compute_dtype=torch.bfloat16 if compute_dtype == "bfloat16" else torch.float32,
+            device=machine.device,
         ),
         machine,
         global_rows=global_rows,

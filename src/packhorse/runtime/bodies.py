@@ -60,6 +60,19 @@ class BodyRunner:
             _find_arguments(block, traced, layout, memory) for block in traced.model.blocks
         )
 
+    def plan_forward(self, block_index: int, microbatch: int) -> Forward:
+        """Describe a forward that keeps nothing but its outputs."""
+        block, _ = self._block(block_index)
+        chunks = [c for found in self._arguments[block_index].param_chunks for c in found]
+        inputs = [value_id(name, microbatch) for name in block.inputs]
+        return Forward(
+            block=block_index,
+            microbatch=microbatch,
+            reads=tuple(dict.fromkeys((*chunks, *inputs))),
+            writes=tuple(value_id(name, microbatch) for name in block.outputs),
+            workspace_bytes=0,
+        )
+
     def forward(
         self, task: Forward, visible: Visible, key: NoiseKey | None
     ) -> dict[BufferId, Payload]:

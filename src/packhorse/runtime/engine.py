@@ -6,17 +6,18 @@ and states handed out again, each by running the program made for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 import torch
 from torch import Tensor
 
-from packhorse.errors import MismatchError
+from packhorse.errors import MismatchError, NonFiniteError
 from packhorse.graph.trace import Traced
 from packhorse.model.spec import ParameterName
 from packhorse.optim.groups import hyperparameters
@@ -51,6 +52,10 @@ class ParameterPiece:
     tensor: Tensor
 
 
+_FIX_NON_FINITE: Final = (
+    "lower learning_rate, lengthen warmup_steps, set max_grad_norm: 1.0, or look at the rows of"
+    " this batch;\nthe last checkpoint is from before"
+)
 StateTransfer = Callable[[str, ParameterPiece], None]
 
 
@@ -209,6 +214,11 @@ class Engine:
             feeds: per micro-batch the step inputs by name.
             step: number of this optimizer step; the first is 1.
             learning_rate: from the schedule; a group's own rate keeps its ratio to the base.
+
+        Raises:
+            NonFiniteError: a loss, or the gradient norm, is NaN or infinite. With clipping no
+                state has been changed; without, updates run before the norm is known. The engine
+                can only be closed.
         """
 
         def update(chunk: ChunkId, tensors: Mapping[str, Tensor], norm: Tensor | None) -> None:
@@ -246,10 +256,22 @@ class Engine:
                 return None
             return NoiseKey(seed=self._seed, step=step, microbatch=microbatch)
 
+        def inspect(buffer: BufferId, value: Tensor, spoilt: tuple[str, ...]) -> None:
+            if step is None or math.isfinite(float(value)):
+                return
+            if buffer == NORM:
+                raise self._bad_gradient(float(value), step, spoilt)
+            microbatch = int(buffer.rpartition("@")[2])
+            raise self._bad_loss(float(value), step, microbatch, to_device(microbatch))
+
+        def to_device(microbatch: int) -> dict[str, Tensor]:
+            return {name: x.to(self._device) for name, x in feeds[microbatch].items()}
+
         before = self._disk.counters
         outcome = self._run(
             kind,
-            feeds=lambda m: {name: x.to(self._device) for name, x in feeds[m].items()},
+            feeds=to_device,
+            inspect=inspect,
             noise=noise,
             update=update,
         )
@@ -277,6 +299,7 @@ class Engine:
         update: Callable[[ChunkId, Mapping[str, Tensor], Tensor | None], None] | None = None,
         fill: Callable[[BufferId], None] | None = None,
         drain: Callable[[BufferId], None] | None = None,
+        inspect: Callable[[BufferId, Tensor, tuple[str, ...]], None] | None = None,
     ) -> Outcome:
         work = StepWork(
             feeds=feeds,
@@ -284,8 +307,37 @@ class Engine:
             update=update or _no_update,
             fill=fill or _no_transfer,
             drain=drain or _no_transfer,
+            inspect=inspect or _accept,
         )
         return self._executor.run(self._prepared[kind], work)
+
+    def _bad_loss(
+        self, loss: float, step: int, microbatch: int, feed: Mapping[str, Tensor]
+    ) -> NonFiniteError:
+        key = NoiseKey(seed=self._seed, step=step, microbatch=microbatch)
+        blocks = self._traced.model.blocks
+        found = self._executor.find_non_finite(len(blocks), feed, key, microbatch)
+        place = "no block by itself" if found is None else f"block {blocks[found].name}"
+        return NonFiniteError(
+            f"the loss became {loss} in step {step}",
+            where=f"step {step}, micro-batch {microbatch}, first in {place}",
+            fix=_FIX_NON_FINITE,
+        )
+
+    def _bad_gradient(self, norm: float, step: int, spoilt: tuple[str, ...]) -> NonFiniteError:
+        model = self._traced.model
+        last = max(
+            (block for name in spoilt for block in model.parameters[ParameterName(name)].blocks),
+            default=None,
+        )
+        place = "no single parameter" if last is None else f"block {model.blocks[last].name}"
+        return NonFiniteError(
+            f"the gradient norm became {norm} in step {step}",
+            where=f"step {step}, all micro-batches, first in {place}"
+            + (f"\nparameters: {', '.join(spoilt[:3])}" if spoilt else "")
+            + (f" and {len(spoilt) - 3} more" if len(spoilt) > 3 else ""),
+            fix=_FIX_NON_FINITE,
+        )
 
     def _pieces(self, state: str, chunk: ChunkId) -> list[ParameterPiece]:
         tensor = self._memory.tensor(state, self._chunks[chunk])
@@ -363,6 +415,11 @@ def _chunk_of(buffer: BufferId) -> ChunkId:
 
 def _no_update(chunk: ChunkId, _tensors: Mapping[str, Tensor], _norm: Tensor | None) -> None:
     raise AssertionError(f"chunk {chunk} is updated outside a training step")
+
+
+def _accept(buffer: BufferId, value: Tensor, spoilt: tuple[str, ...]) -> None:
+    """Take whatever is emitted."""
+    del buffer, value, spoilt
 
 
 def _no_transfer(buffer: BufferId) -> None:

@@ -15,6 +15,7 @@ size, and after each task the ledger is compared with the proof.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from packhorse.program.buffers import (
     PoolId,
     TierName,
     state_id,
+    value_id,
 )
 from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import (
@@ -75,7 +77,9 @@ class StepWork:
 
     `feeds` gives each micro-batch's inputs by value name; `noise` its key, None without dropout;
     `update` applies the optimizer to a chunk's states (with the norm, when clipping);
-    `fill` and `drain` serve Import and Export.
+    `fill` and `drain` serve Import and Export. `inspect` sees what is emitted before the next task
+    is issued, so that it can end the run while the states are still good; for the norm it also
+    gets the parameters whose gradient is not finite.
     """
 
     feeds: Callable[[int], Mapping[str, Tensor]]
@@ -83,6 +87,7 @@ class StepWork:
     update: UpdateWork
     fill: ChunkWork
     drain: ChunkWork
+    inspect: Callable[[BufferId, Tensor, tuple[str, ...]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +276,9 @@ class Executor:
             case SegmentNorm():
                 self._norm_segments(task, program)
             case GradNorm():
-                self._keep(program.buffers[NORM], (self._combine(task),))
+                norm, spoilt = self._combine(task)
+                self._keep(program.buffers[NORM], (norm,))
+                work.inspect(NORM, norm, spoilt)
             case Update():
                 self._update(task, work)
             case Copy():
@@ -280,6 +287,8 @@ class Executor:
                 self._free(task, program)
             case Emit():
                 emitted[task.buffer] = self._payload[task.buffer][0].clone()
+                if task.buffer != NORM:
+                    work.inspect(task.buffer, emitted[task.buffer], ())
             case Import():
                 work.fill(task.buffer)
             case Export():
@@ -341,7 +350,7 @@ class Executor:
         pieces = [grad[start:stop] for start, stop, _, _ in self._memory.pieces(chunk)]
         self._keep(program.buffers[task.writes[0]], (segment_squares(pieces),))
 
-    def _combine(self, task: GradNorm) -> Tensor:
+    def _combine(self, task: GradNorm) -> tuple[Tensor, tuple[str, ...]]:
         """Put the segments of all chunks in the order of the parameters and combine them."""
         visible = self._look(task.reads)
         parts: dict[str, list[tuple[int, Tensor]]] = {}
@@ -359,7 +368,40 @@ class Executor:
             for name in self._order
             for _, segments in sorted(parts.get(name, []), key=lambda part: part[0])
         ]
-        return combine_norm(ordered)
+        norm = combine_norm(ordered)
+        if math.isfinite(float(norm)):
+            return norm, ()
+        return norm, tuple(
+            name
+            for name in self._order
+            if any(not segments.isfinite().all() for _, segments in parts.get(name, []))
+        )
+
+    def find_non_finite(
+        self, num_blocks: int, feed: Mapping[str, Tensor], key: NoiseKey, microbatch: int
+    ) -> int | None:
+        """Run the forward again, block by block, after a run that ended on a bad loss.
+
+        All buffers of the step are given up; memory may exceed its budget by a block's parameters.
+
+        Returns:
+            The first block with an output that is not finite, or None if there is none.
+        """
+        self._payload.clear()
+        values: dict[BufferId, Payload] = {
+            value_id(name, microbatch): (tensor,) for name, tensor in feed.items()
+        }
+        for block in range(num_blocks):
+            task = self._runner.plan_forward(block, microbatch)
+            chunks = [buffer for buffer in task.reads if buffer in self._tiers]
+            borrowed = [buffer for buffer in chunks if self._tiers.borrow(buffer)]
+            with torch.no_grad():
+                values |= self._runner.forward(task, values, key)
+            for buffer in borrowed:
+                self._tiers.give_back(buffer)
+            if any(not values[output][0].isfinite().all() for output in task.writes):
+                return block
+        return None
 
     def _update(self, task: Update, work: StepWork) -> None:
         chunk = self._chunks[task.chunk]

@@ -51,7 +51,8 @@ class ChunkTiers:
         self._audit = audit
         self._tier_of: dict[PoolId, TierName] = {pool.id: pool.tier for pool in pools}
         self._spare = SparePages({pool.id: limits.get(pool.id, 0) for pool in pools})
-        self._present: dict[TierName, set[BufferId]] = {tier: set() for tier in (*memory, "disk")}
+        tiers: tuple[TierName, ...] = (*memory, "disk")
+        self._present: dict[TierName, set[BufferId]] = {tier: set() for tier in tiers}
         self._states: dict[BufferId, tuple[str, Chunk]] = {
             state_id(state, chunk.id): (state, chunk)
             for state in layout.dtypes
@@ -98,6 +99,25 @@ class ChunkTiers:
         if self._audit:
             self._memory[tier].poison(*self._states[buffer.id])
         self._spare.keep(buffer.pools[tier], buffer.id, buffer.size_bytes)
+
+    def borrow(self, buffer: BufferId) -> bool:
+        """Bring a state that lies elsewhere to the device, outside of any program.
+
+        Returns:
+            False when it is there already; else `give_back` is due.
+        """
+        if self.is_present(buffer, "device"):
+            return False
+        source: TierName = "disk" if buffer in self._present["disk"] else "host"
+        self._present["device"].add(buffer)
+        self.commit(buffer, "device")
+        self.copy(Copy(buffer=buffer, source=source, target="device"))
+        return True
+
+    def give_back(self, buffer: BufferId) -> None:
+        """Drop a borrowed state."""
+        self._present["device"].discard(buffer)
+        self._memory["device"].drop(*self._states[buffer])
 
     def copy(self, task: Copy) -> None:
         """Move the bytes of a state; blocks until they are there.

@@ -95,12 +95,14 @@ class Candidates:
 class TracingRequest:
     """How a module is traced, whatever the micro-batch.
 
-    `groups` gives the optimizer group of each parameter by canonical name.
+    `groups` gives the optimizer group of each parameter by canonical name; `device` is where the
+    bodies are to run. For a device that torch does not have here they are traced for the CPU.
     """
 
     name: str
     groups: Mapping[str, str]
     compute_dtype: torch.dtype
+    device: str = "cpu"
 
 
 def trace_candidates(
@@ -138,7 +140,9 @@ def trace_candidates(
     tell = progress or _ignore_progress
     tell("exporting the model", 0, len(rows) + 2)
     small = {name: tensor[: rows[0]] for name, tensor in example.items()}
-    exported = export_module(module, small, compute_dtype=request.compute_dtype)
+    exported = export_module(
+        module, small, compute_dtype=request.compute_dtype, device=_here(request.device)
+    )
     notes: list[str] = []
     if not exported.batch_is_dynamic and len(rows) > 1:
         rows = rows[:1]
@@ -188,7 +192,9 @@ def trace_plan(
         ModelError: the module cannot be traced.
     """
     small = {name: tensor[:rows] for name, tensor in example.items()}
-    exported = export_module(module, small, compute_dtype=request.compute_dtype)
+    exported = export_module(
+        module, small, compute_dtype=request.compute_dtype, device=_here(request.device)
+    )
     return _trace(exported, request, rows, loss_chunk_tokens)
 
 
@@ -304,6 +310,11 @@ def _say_measured(
         f"{ran} of {num_bodies} kinds of blocks were measured in {limit}, for the smallest"
         " micro-batch; other times are the machine's rates, scaled by what those blocks took"
     )
+
+
+def _here(device: str) -> str:
+    """The device if torch has it in this process, else the CPU: its shapes are the same."""
+    return device if device == "cpu" or torch.cuda.is_available() else "cpu"
 
 
 def _ignore_progress(what: str, index: int, num_parts: int) -> None:

@@ -283,6 +283,7 @@ class Run:
                     name=type(self._module).__name__,
                     groups=_planned_groups(self._plan),
                     compute_dtype=_DTYPES[numerics.compute_dtype],
+                    device=numerics.device,
                 ),
                 rows=rows,
                 loss_chunk_tokens=numerics.loss_chunk_tokens.value,

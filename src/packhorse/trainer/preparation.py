@@ -122,7 +122,10 @@ def prepare_run(
         optimizer=optimizer,
         compute_dtype=compute_dtype,
         request=TracingRequest(
-            name=source.name, groups=groups, compute_dtype=_DTYPES[compute_dtype]
+            name=source.name,
+            groups=groups,
+            compute_dtype=_DTYPES[compute_dtype],
+            device=machine.device,
         ),
         example=make_example(data),
         frozen=frozen,

@@ -6,7 +6,6 @@ states handed to whoever saves them. A session is the same for a recipe and for 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ from torch import Tensor
 from packhorse.checkpoint.resume import SavedRun
 from packhorse.checkpoint.save import Piece
 from packhorse.compiler.lower import lower_plan
-from packhorse.errors import InputError, NonFiniteError
+from packhorse.errors import InputError
 from packhorse.graph.export import DENOMINATOR
 from packhorse.graph.trace import Traced
 from packhorse.model.spec import Model
@@ -87,6 +86,7 @@ class Session:
             scratch=scratch if uses_disk else None,
             num_threads=plan.numerics.num_threads,
             heap=plan.heap.value,
+            device=plan.numerics.device,
             audit=audit,
         )
 
@@ -166,16 +166,11 @@ class Session:
 
         Raises:
             InputError: the batch has another shape than planned.
-            NonFiniteError: the loss or the gradient is NaN or infinite; the states are spoilt.
+            NonFiniteError: the loss or the gradient is NaN or infinite; names the block. The
+                session can only be closed.
         """
         feeds = self._cut(inputs, denominator)
-        result = self._engine.train_step(feeds, step=step, learning_rate=learning_rate)
-        for microbatch, loss in enumerate(result.losses):
-            if not math.isfinite(loss):
-                raise _not_finite("loss", loss, step, f"micro-batch {microbatch}")
-        if result.grad_norm is not None and not math.isfinite(result.grad_norm):
-            raise _not_finite("gradient norm", result.grad_norm, step, "all micro-batches")
-        return result
+        return self._engine.train_step(feeds, step=step, learning_rate=learning_rate)
 
     def evaluate(self, inputs: Mapping[str, Tensor], *, denominator: float) -> StepResult:
         """Run the forward of a whole batch, without dropout; see `train_step`."""
@@ -277,13 +272,4 @@ def _other_batch(what: str) -> InputError:
         f"the batch is not the planned one: {what}",
         where="batch",
         fix="give batches of the planned shape, or make a plan for this one",
-    )
-
-
-def _not_finite(what: str, value: float, step: int, place: str) -> NonFiniteError:
-    return NonFiniteError(
-        f"the {what} became {value} in step {step}",
-        where=f"step {step}, {place}",
-        fix="lower learning_rate, lengthen warmup_steps, set max_grad_norm: 1.0, or look at the"
-        " rows of this batch;\nthe last checkpoint is from before",
     )
