@@ -123,6 +123,7 @@ class _Assembler:
                 for name, meaning in exported.inputs.items()
             }
         self.fakes: dict[str, Tensor] = {}
+        self.forwards: dict[str, tuple[Tensor, ...]] = {}
 
     def assemble(self, groups: Mapping[str, str], name: str) -> Traced:
         arguments = [self._run_forward(piece) for piece in self.pieces]
@@ -160,17 +161,32 @@ class _Assembler:
                 inputs=(*(self.step_inputs[name] for name in piece.step_inputs), *values),
                 num_step_inputs=len(piece.step_inputs),
             )
-            interpreter = BlockInterpreter(
-                piece.graph,
-                module=piece.module,
-                training=True,
-                noise=None,
-                chunk_tokens=self.chunk_tokens,
-            )
-            outputs = interpreter.run(*arguments.flat)
+            outputs = self._infer_outputs(piece, arguments)
         for name, output in zip(piece.outputs, outputs, strict=True):
             self.fakes[name] = output
         return arguments
+
+    def _infer_outputs(self, piece: Piece, arguments: BodyArguments) -> tuple[Tensor, ...]:
+        """Fake outputs of a piece; equal pieces give equal shapes, so only the first one runs."""
+        key = _body_key(piece, arguments, None, self.chunk_tokens)
+        known = self.forwards.get(key)
+        if known is not None:
+            # Tensors of their own: values of two pieces share no storage.
+            return tuple(
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(
+                    t.requires_grad
+                )
+                for t in known
+            )
+        interpreter = BlockInterpreter(
+            piece.graph,
+            module=piece.module,
+            training=True,
+            noise=None,
+            chunk_tokens=self.chunk_tokens,
+        )
+        self.forwards[key] = tuple(interpreter.run(*arguments.flat))
+        return self.forwards[key]
 
     def _run_backward(self, arguments: list[BodyArguments]) -> list[GradientFlow | None]:
         """Find, last block first, which values and parameters have a gradient when."""
