@@ -73,7 +73,6 @@ def test_the_row_length_is_no_longer_than_it_must_be(make_cache: MakeCache) -> N
     short, long = make_cache([3, 13]), make_cache([3, 60], max_length=62)
     assert find_row_length(short) == 16
     assert find_row_length(long) == 62
-    assert find_row_length(short, long) == 62
     batches = Batches(short, FileOrder(num_rows=2), global_batch_size=2, row_length=62)
     assert batches.batch(0).inputs["labels"].shape == (2, 62)
     with pytest.raises(DataError, match="cannot hold the longest one, 13"):

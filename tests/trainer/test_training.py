@@ -300,6 +300,25 @@ def test_other_data_or_another_seed_cannot_resume(tmp_path: Path):
         run(tmp_path, resume=ResumeNewest())
 
 
+def test_evaluation_data_changes_nothing_of_the_training(tmp_path: Path):
+    lengths: list[int] = []
+    digests: list[str] = []
+    machine = make_machine(tmp_path)
+    for words in (None, 3, 15):
+        changes: dict[str, object] = {"max_length": 64}
+        if words is not None:
+            changes["eval_data"] = str(tmp_path / "eval.jsonl")
+            prepare(tmp_path, machine)
+            row = json.dumps({"text": " ".join(["w1"] * 4 * words)})
+            (tmp_path / "eval.jsonl").write_text(f"{row}\n")
+        data = prepare(tmp_path, machine, **changes).data
+        lengths.append(data.row_length)
+        digests.append(data.digest)
+        if data.evaluation is not None:
+            assert data.evaluation.row_length == data.row_length
+    assert len(set(lengths)) == len(set(digests)) == 1
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_and_spoils_no_checkpoint(tmp_path: Path):
     with pytest.raises(NonFiniteError) as caught:
         run(

@@ -116,15 +116,10 @@ class Batches:
         )
 
 
-def find_row_length(*caches: TokenCache) -> int:
-    """Find the T that holds the rows of all caches without paying for an unused `max_length`."""
-    return max(
-        min(
-            ceil(cache.summary.longest_row / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE,
-            cache.manifest.max_length,
-        )
-        for cache in caches
-    )
+def find_row_length(cache: TokenCache) -> int:
+    """Find the T that holds all rows of a cache without paying for an unused `max_length`."""
+    rounded = ceil(cache.summary.longest_row / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+    return min(rounded, cache.manifest.max_length)
 
 
 def count_steps(

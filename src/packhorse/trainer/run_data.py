@@ -1,7 +1,8 @@
 """The data of a run: caches, orders and batches of one shape.
 
 In: a recipe, the model's tokenizer and vocabulary. Out: a `RunData` whose training and evaluation
-batches have the same rows and length, so that both run the plan that was made.
+batches have the same rows and length, so that both run the plan that was made. The training data
+alone sets the length: rows to evaluate on are cut to it, and no evaluation changes the training.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def prepare_run_data(
     """
     tokenizer = find_tokenizer(recipe, source)
 
-    def prepare(files: tuple[str, ...], what: str) -> PreparedData:
+    def prepare(files: tuple[str, ...], what: str, max_length: int) -> PreparedData:
         def tell(done: int, total: int | None) -> None:
             if progress is not None:
                 progress(what, done, total)
@@ -83,18 +84,19 @@ def prepare_run_data(
             tokenizer=tokenizer,
             cache_folder=data_cache_folder(recipe),
             vocab_size=vocab_size,
-            max_length=recipe.max_length,
+            max_length=max_length,
             data_format=recipe.data_format,
             packing=recipe.packing,
             assistant_only_loss=recipe.assistant_only_loss,
             progress=tell,
         )
 
-    training = prepare(recipe.train_data, "training data")
+    training = prepare(recipe.train_data, "training data", recipe.max_length)
+    length = find_row_length(training.cache)
     prepared = (training,)
     held_out: tuple[TokenCache, FileOrder | HeldOutOrder] | None = None
     if recipe.eval_data:
-        evaluation = prepare(recipe.eval_data, "evaluation data")
+        evaluation = prepare(recipe.eval_data, "evaluation data", length)
         prepared = (training, evaluation)
         held_out = (evaluation.cache, FileOrder(num_rows=evaluation.cache.num_rows))
         order = ShuffledOrder(num_cache_rows=training.cache.num_rows, seed=recipe.seed)
@@ -103,7 +105,6 @@ def prepare_run_data(
         held_out = (training.cache, rows)
     else:
         order = ShuffledOrder(num_cache_rows=training.cache.num_rows, seed=recipe.seed)
-    length = find_row_length(*(found.cache for found in prepared))
     train = Batches(training.cache, order, global_batch_size=global_rows, row_length=length)
     num_steps = count_steps(
         train.steps_per_epoch,
