@@ -31,7 +31,10 @@ SILENCE_LIMIT_NS: Final = 20 * 10**9
 _GIVE_UP_S: Final = 900.0
 _POLL_S: Final = 0.01
 # Lines that take a bar's place: `planning: exporting the model`, later with a share behind.
-_PROGRESS: Final = re.compile(r"((?:measuring this machine|planning|preparing): [^,]+)(, .*)?")
+_PROGRESS: Final = re.compile(
+    r"((?:starting|measuring this machine|planning|preparing): [^,]+)(, .*)?"
+)
+_STEPS_BEGIN: Final = "steps 1 to"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +67,12 @@ class Start:
 
     @property
     def longest_silence_ns(self) -> int:
-        """The longest time between two lines."""
-        times = [0, *(line.at_ns for line in self.lines), self.first_step_ns]
+        """The longest time between two lines until step 1 begins, which is announced."""
+        times = [0]
+        for line in self.lines:
+            times.append(line.at_ns)
+            if line.text.startswith(_STEPS_BEGIN):
+                break
         return max(after - before for before, after in pairwise(times))
 
 
@@ -85,7 +92,7 @@ def list_figures(start: Start) -> list[Figure]:
     return [
         at_most("command to the end of step 1", start.first_step_ns, LIMIT_NS, show=format_ns),
         at_most(
-            "longest time without a sign",
+            "longest time without a sign before step 1",
             start.longest_silence_ns,
             SILENCE_LIMIT_NS,
             show=format_ns,
@@ -139,7 +146,7 @@ def _find_stage(text: str) -> str | None:
     progress = _PROGRESS.fullmatch(text)
     if progress is not None:
         return progress.group(1)
-    if text.startswith("steps 1 to"):
+    if text.startswith(_STEPS_BEGIN):
         return "step 1"
     return "loading the weights" if text == "loading" else None
 
