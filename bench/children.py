@@ -17,7 +17,8 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from types import FrameType
+from typing import Any, Final, NoReturn
 
 import yaml
 
@@ -65,10 +66,19 @@ class ChildError(RuntimeError):
 
 @contextmanager
 def work_folder(name: str) -> Generator[Path]:
-    """A folder on the project's own disk, removed at the end; a RAM disk would count as memory."""
+    """A folder on the project's own disk, removed at the end; a RAM disk would count as memory.
+
+    Inside, SIGTERM unwinds as Ctrl-C does, so that children, folder and cgroup go with the bench.
+    """
     WORK.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, _end)
     with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=WORK) as folder:
         yield Path(folder)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    del frame
+    raise SystemExit(128 + number)
 
 
 def write_recipe(path: Path, content: Mapping[str, object]) -> Path:
