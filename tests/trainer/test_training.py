@@ -27,6 +27,7 @@ from tiny_runs import (
 )
 
 from packhorse.checkpoint.folders import find_checkpoints
+from packhorse.data.batches import Batch, Batches
 from packhorse.errors import (
     FileFormatError,
     InputError,
@@ -38,10 +39,13 @@ from packhorse.errors import (
 )
 from packhorse.trainer.observer import SilentObserver, StepReport, TrainResult
 from packhorse.trainer.run_folder import (
+    Beginning,
     Resume,
     ResumeFrom,
     ResumeNewest,
     StartFresh,
+    claim_run,
+    find_beginning,
     read_metrics,
     read_resume,
 )
@@ -192,8 +196,17 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Sig
 
 
 class SignalWhileEvaluating(SilentObserver):
+    """Sends a signal in the evaluation that comes after so many steps of this process."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def stepped(self, report: StepReport) -> None:
+        del report
+        self.steps -= 1
+
     def progressed(self, what: str, done: int, total: int | None) -> None:
-        if what == "evaluating" and (done, total) == (1, 3):
+        if what == "evaluating" and (done, total) == (1, 3) and not self.steps:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -206,11 +219,114 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_up_for(
     }  # fmt: skip
     run(tmp_path, output_dir=str(tmp_path / "straight"), **options)
     with pytest.raises(StoppedError, match=f"after step {stopped_at}"):
-        run(tmp_path, observer=SignalWhileEvaluating(), **options)
-    assert [line["eval_loss"] for line in curve(tmp_path / "run")] == [None] * stopped_at
+        run(tmp_path, observer=SignalWhileEvaluating(stopped_at), **options)
+    assert evaluated_steps(tmp_path / "run") == ([0] if eval_steps else [])
+    with pytest.raises(StoppedError, match=f"after step {stopped_at}"):
+        run(tmp_path, observer=SignalWhileEvaluating(0), resume=ResumeNewest(), **options)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
     run(tmp_path, resume=ResumeNewest(), **options)
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
     assert_same_weights(load(tmp_path / "run"), load(tmp_path / "straight"))
+
+
+def evaluated_steps(folder: Path) -> list[object]:
+    lines = read_metrics(folder / "metrics.jsonl")
+    return [line["step"] for line in lines if "eval_loss" in line]
+
+
+def test_evaluation_comes_before_the_first_step_then_in_steps_and_at_the_end(tmp_path: Path):
+    options: dict[str, object] = {"eval_data": str(tmp_path / "eval.jsonl"), "max_steps": 5}
+    with pytest.raises(StoppedError, match="before the first step") as caught:
+        run(tmp_path, observer=SignalWhileEvaluating(0), eval_steps=2, **options)
+    assert "--resume" in str(caught.value)
+    run(tmp_path, resume=ResumeNewest(), eval_steps=2, **options)
+    assert evaluated_steps(tmp_path / "run") == [0, 2, 4, 5]
+    run(tmp_path, output_dir=str(tmp_path / "end"), eval_steps=None, **options)
+    assert evaluated_steps(tmp_path / "end") == [5]
+
+
+def test_an_eval_loss_that_is_not_finite_is_said_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    evaluate = Session.evaluate
+
+    def spoil(session: Session, inputs: Mapping[str, torch.Tensor], **options: float):
+        return replace(evaluate(session, inputs, **options), loss=float("nan"))
+
+    monkeypatch.setattr(Session, "evaluate", spoil)
+    listener = Listener()
+    options: dict[str, object] = {"eval_data": str(tmp_path / "eval.jsonl"), "eval_steps": None}
+    run(tmp_path, observer=listener, max_steps=1, **options)
+    assert any("the eval_loss after step 1 is nan" in note for note in listener.notes)
+    assert curve(tmp_path / "run")[-1]["eval_loss"] is None
+
+
+def test_a_batch_without_labels_is_skipped_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make_batch = Batches.batch
+
+    def mask_second(batches: Batches, step: int) -> Batch:
+        batch = make_batch(batches, step)
+        if step != 1:
+            return batch
+        masked = torch.full_like(batch.inputs["labels"], -100)
+        return replace(batch, inputs={**batch.inputs, "labels": masked}, num_items=0)
+
+    monkeypatch.setattr(Batches, "batch", mask_second)
+    listener = Listener()
+    result = run(tmp_path, observer=listener, max_steps=2, save_steps=1)
+    assert any("step 2 is skipped" in note for note in listener.notes)
+    first, second = curve(tmp_path / "run")
+    assert (second["step"], second["loss"]) == (2, None)
+    assert result.loss == first["loss"]
+    assert_same_weights(
+        load(tmp_path / "run" / "checkpoint-1"), load(tmp_path / "run" / "checkpoint-2")
+    )
+
+
+def test_a_run_folder_is_for_one_process_at_a_time(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, observer=KillAt(4))
+    unfinished = tmp_path / "run" / "checkpoint-4.tmp-0123abcd"
+    unfinished.mkdir()
+    with claim_run(tmp_path / "run"):
+        with pytest.raises(InputError, match=f"in use by process {os.getpid()}"):
+            run(tmp_path, resume=ResumeNewest())
+        assert unfinished.exists()
+    run(tmp_path, resume=ResumeNewest())
+    assert not unfinished.exists()
+
+
+def test_a_signal_while_the_checkpoint_is_checked_stops_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(folder: Path, resume: Resume) -> Beginning:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return find_beginning(folder, resume)
+
+    monkeypatch.setattr("packhorse.trainer.training.find_beginning", interrupt)
+    with pytest.raises(StoppedError, match="stopped by SIGTERM before the first step"):
+        run(tmp_path, resume=ResumeNewest())
+
+
+def test_a_checkpoint_that_made_room_for_one_that_never_came_is_resumed(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, observer=KillAt(4))
+    (tmp_path / "run" / "checkpoint-3").rename(tmp_path / "run" / "checkpoint-3.old-0123abcd")
+    result = run(tmp_path, resume=ResumeNewest())
+    assert result.resumed_from == tmp_path / "run" / "checkpoint-3"
+
+
+def test_no_second_branch_begins_beside_newer_checkpoints(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, observer=KillAt(5), save_steps=2)
+    folder = tmp_path / "run"
+    with pytest.raises(InputError, match="has checkpoint-4 already"):
+        run(tmp_path, resume=ResumeFrom(path=folder / "checkpoint-2"))
+    (folder / "checkpoint-4").rename(tmp_path / "aside")
+    result = run(tmp_path, resume=ResumeFrom(path=folder / "checkpoint-2"))
+    assert result.resumed_from == folder / "checkpoint-2"
 
 
 KILLED_RUN = """

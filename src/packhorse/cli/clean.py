@@ -32,6 +32,7 @@ def clean_folder(
     from packhorse.checkpoint.folders import clean_leftovers
     from packhorse.cli.screen import Screen
     from packhorse.storage.scratch_folder import clean_scratch
+    from packhorse.trainer.run_folder import claim_run
     from packhorse.units import format_bytes
 
     screen = Screen(as_json=as_json)
@@ -48,9 +49,10 @@ def clean_folder(
     if not remains:
         screen.show_text(f"nothing unfinished in {path}\n")
     elif screen.ask(f"remove these, {format_bytes(total_bytes)} in all?", yes=yes):
-        for folder in scratch:
-            clean_scratch(folder)
-        clean_leftovers(path)
+        with claim_run(path):
+            for folder in scratch:
+                clean_scratch(folder)
+            clean_leftovers(path)
         removed = True
         screen.show_text(f"removed, {format_bytes(total_bytes)} freed\n")
     else:

@@ -1,22 +1,19 @@
 """The folder of a run's scratch files: owned by one live process, cleaned after a dead one.
 
 In: a folder name. Out: a locked `ScratchFolder`, or an `InputError` that names the process which
-holds it. The lock is the kernel's (flock), so that it ends with its process, however that ends.
-Only files made by `ScratchFolder.create_file` are ever removed.
+holds it. Only files made by `ScratchFolder.create_file` are ever removed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from packhorse.errors import InputError
+from packhorse.storage.folder_lock import FolderLock, lock_folder
 from packhorse.storage.scratch_file import ScratchFile, create_scratch_file
-from packhorse.storage.space import explain_failure
 
 LOCK_NAME: Final = ".packhorse-lock"
 _PREFIX: Final = "packhorse-"
@@ -34,9 +31,9 @@ class Leftover:
 class ScratchFolder:
     """A folder that this process holds until `close`; made by `claim_scratch`."""
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path, lock: FolderLock) -> None:
         self._path = path
-        self._lock: int | None = lock
+        self._lock = lock
 
     def __enter__(self) -> Self:
         return self
@@ -75,12 +72,7 @@ class ScratchFolder:
 
     def close(self) -> None:
         """Give the folder free; scratch files stay. Closing twice is harmless."""
-        if self._lock is not None:
-            # Removed while the lock is still held: whoever opened it meanwhile sees that its file
-            # is no longer the one at this path, and tries again.
-            (self._path / LOCK_NAME).unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = None
+        self._lock.close()
 
 
 def claim_scratch(folder: str | os.PathLike[str]) -> ScratchFolder:
@@ -91,30 +83,12 @@ def claim_scratch(folder: str | os.PathLike[str]) -> ScratchFolder:
         StorageError: it cannot be made or written.
     """
     path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        while True:
-            lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
-                os.close(lock)
-                raise InputError(
-                    f"the scratch folder is in use by process {holder or '(unknown)'}",
-                    where=str(path),
-                    fix="give each run its own scratch folder, or wait for that process to end",
-                ) from error
-            except OSError:
-                os.close(lock)
-                raise
-            if _is_at(lock, path / LOCK_NAME):
-                break
-            os.close(lock)
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    except OSError as error:
-        raise explain_failure(error, path, "use the scratch folder") from error
+    lock = lock_folder(
+        path,
+        LOCK_NAME,
+        what="the scratch folder",
+        fix="give each run its own scratch folder, or wait for that process to end",
+    )
     return ScratchFolder(path, lock)
 
 
@@ -138,12 +112,3 @@ def clean_scratch(folder: str | os.PathLike[str]) -> tuple[Leftover, ...]:
         return ()
     with claim_scratch(folder) as claimed:
         return claimed.remove_files()
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    mine = os.fstat(descriptor)
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)

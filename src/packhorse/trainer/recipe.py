@@ -158,7 +158,7 @@ class Recipe(_Section):
     """Checkpoints hold the model alone: small, but nothing can be resumed from them."""
 
     eval_steps: Count | None = 200
-    """Optimizer steps between evaluations; null: only at the end."""
+    """Optimizer steps between evaluations, the first before step 1; null: only at the end."""
 
     logging_steps: Count = 1
     """Optimizer steps between lines of the log; metrics.jsonl has every step."""

@@ -29,8 +29,9 @@ from packhorse.checkpoint.folders import (
     newest_complete,
     verify_checkpoint,
 )
-from packhorse.errors import InputError
+from packhorse.errors import FileFormatError, InputError
 from packhorse.storage.durable import write_durably
+from packhorse.storage.folder_lock import FolderLock, lock_folder
 from packhorse.storage.space import explain_failure
 
 RECIPE_NAME: Final = "recipe.yaml"
@@ -40,6 +41,7 @@ PREDICTED_NAME: Final = "timeline-predicted.json"
 MEASURED_NAME: Final = "timeline-measured.json"
 METRICS_NAME: Final = "metrics.jsonl"
 LOG_NAME: Final = "logs/rank-0.log"
+_LOCK_NAME: Final = ".packhorse-run-lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +90,27 @@ def read_resume(given: bool | str | Path | None, fallback: bool | str | None = N
     return ResumeFrom(path=Path(fallback)) if fallback else StartFresh()
 
 
+def claim_run(folder: Path) -> FolderLock:
+    """Take a run folder for this process until the lock is closed; makes it when it is missing.
+
+    Raises:
+        InputError: another live process trains in it.
+        StorageError: it cannot be made or written.
+    """
+    return lock_folder(
+        folder,
+        _LOCK_NAME,
+        what="the run folder",
+        fix="wait for that process to end, stop it with SIGTERM, or choose another output_dir",
+    )
+
+
 def find_beginning(folder: Path, resume: Resume) -> Beginning:
     """Decide where a run in `folder` begins. Changes nothing.
 
     Raises:
-        InputError: a fresh start where there is state, or no checkpoint where one is asked for.
+        InputError: a fresh start where there is state, no checkpoint where one is asked for, or
+            one that newer ones of the folder do not follow from.
         FileFormatError: the named checkpoint is damaged or cannot be resumed.
     """
     match resume:
@@ -117,7 +135,8 @@ def find_beginning(folder: Path, resume: Resume) -> Beginning:
                     where="--resume",
                     fix=f"have: {_list_names(folder)}",
                 )
-            verify_checkpoint(path)
+            step = verify_checkpoint(path).run.step
+            _refuse_newer(folder, path, step)
             return Beginning(checkpoint=path, skipped=())
     assert_never(resume)
 
@@ -241,6 +260,26 @@ def _refuse_state(folder: Path) -> None:
             where=f"output_dir: {folder}",
             fix="to continue it, add --resume;"
             "\nto begin anew, choose another output_dir, or remove this one yourself",
+        )
+
+
+def _refuse_newer(folder: Path, path: Path, step: int) -> None:
+    """Refuse to leave checkpoints behind that a later `--resume` would take for this run's own."""
+    newer: list[Path] = []
+    for other in find_checkpoints(folder):
+        try:
+            found = verify_checkpoint(other, checksums=False).run.step
+        except FileFormatError:
+            continue
+        if found >= step and other.resolve() != path.resolve():
+            newer.append(other)
+    if newer:
+        names = ", ".join(other.name for other in newer)
+        raise InputError(
+            f"resuming after step {step} would begin a second branch: {folder} has {names} already,"
+            " which the next --resume would take",
+            where=f"--resume {path}",
+            fix=f"remove or move {names} yourself, or choose another output_dir",
         )
 
 

@@ -1,15 +1,20 @@
 """Signals that stop a run so that it can be resumed.
 
 In: SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C. Out: the name of the first one that came, for the loop to
-ask between steps. A second Ctrl-C ends the process at once. Handlers are put back at the end.
+ask between steps. A second Ctrl-C ends the process at once. Before there is anything to save,
+`stop_at_once` turns the first one into an error. Handlers are put back at the end.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
+
+from packhorse.errors import StoppedError
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
@@ -50,3 +55,25 @@ class StopSignals:
             raise KeyboardInterrupt
         if self._name is None or name == "SIGINT":
             self._name = name
+
+
+@contextmanager
+def stop_at_once() -> Generator[None]:
+    """Inside, in the main thread, a signal raises `StoppedError`: there is nothing to save yet."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise StoppedError(
+            f"stopped by {signal.Signals(number).name} before the first step; nothing was changed",
+            fix="start it again with the same command",
+        )
+
+    before: dict[signal.Signals, Any] = {}  # handlers have no common type
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                before[number] = signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

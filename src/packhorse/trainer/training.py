@@ -4,6 +4,7 @@ In: a prepared recipe, a plan with its traced model, a machine, how to begin, an
 `TrainResult` and a run folder. Killed at any moment, the run resumes at its newest checkpoint and
 the curve is bitwise the same: batches, learning rates and random numbers are functions of the step.
 
+    evaluate, when it is step 0
     for step in 1 .. num_steps:
         train the step's batch; report it
         evaluate and save when it is time; stop after a signal, saved
@@ -12,6 +13,7 @@ the curve is bitwise the same: batches, learning rates and random numbers are fu
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -49,15 +51,17 @@ from packhorse.trainer.run_folder import (
     PLAN_NAME,
     PREDICTED_NAME,
     RECIPE_NAME,
+    Beginning,
     Resume,
     RunFolder,
     StartFresh,
+    claim_run,
     clear_leftovers,
     find_beginning,
 )
 from packhorse.trainer.saving import RunSaver
 from packhorse.trainer.session import Session
-from packhorse.trainer.stop_signals import StopSignals
+from packhorse.trainer.stop_signals import StopSignals, stop_at_once
 from packhorse.units import GIB, format_bytes, format_ns
 
 # The first step of a process still warms up; the second is the one to compare with the prediction.
@@ -88,16 +92,18 @@ def train(
         audit: check every task against what it declares (slow).
 
     Raises:
-        InputError: the folder holds state and the start is fresh, there is nothing to resume, or
-            the plan is for something else.
+        InputError: another process trains in the folder, it holds state and the start is fresh,
+            there is nothing to resume, or the plan is for something else.
         StorageError: what the run saves will not fit on the disk, or the disk fails.
         NonFiniteError: a loss or gradient is NaN or infinite.
         StoppedError: a signal came; the state was saved.
     """
     recipe = prepared.recipe
-    # Before anything that takes long: may this run begin here?
-    beginning = find_beginning(recipe.run_folder, resume)
     with ExitStack() as stack:
+        # Before anything that takes long: may this run begin here?
+        with stop_at_once():
+            stack.enter_context(claim_run(recipe.run_folder))
+            beginning, cleared = _begin(recipe.run_folder, resume)
         signals = stack.enter_context(StopSignals())
         reporters = open_reporters(recipe)
         for reporter in reporters:
@@ -133,9 +139,7 @@ def train(
         weights.close()
         trim_heap()
         folder = stack.enter_context(RunFolder(recipe.run_folder, finished_steps=finished))
-        notes += [
-            f"removed what an interrupted save left: {p.name}" for p in clear_leftovers(folder.path)
-        ]
+        notes += [f"removed what an interrupted save left: {path.name}" for path in cleared]
         saver.ensure_space(first_step=finished + 1, num_steps=prepared.data.num_steps)
         folder.write_file(RECIPE_NAME, format_recipe(recipe))
         folder.write_file(MACHINE_NAME, format_machine(machine))
@@ -156,6 +160,14 @@ def train(
         for text in notes:
             run.note(text)
         return run.go(finished)
+
+
+def _begin(folder: Path, resume: Resume) -> tuple[Beginning, tuple[Path, ...]]:
+    """Find where to begin, and what was cleared away before: the newest may have to come back."""
+    if isinstance(resume, StartFresh):
+        return find_beginning(folder, resume), ()
+    cleared = clear_leftovers(folder)
+    return find_beginning(folder, resume), cleared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,16 +196,14 @@ class _Run:
         loss: float | None = None
         eval_loss: float | None = None
         saved_step = finished if self.resumed_from is not None else None
-        if (
-            finished
-            and self._evaluates_after(finished)
-            and not self.folder.has_evaluation(finished)
-        ):
-            # The signal that stopped the run came while this evaluation was under way.
+        if not self._is_evaluated(finished):
+            # At step 0, or put off by the signal that stopped the run.
             eval_loss = self._evaluate(finished)
+        if self.signals.name is not None:
+            raise self._stop(finished, saved_step)
         for step in range(finished + 1, num_steps + 1):
             report = self._train_step(step, num_in_process=step - finished)
-            loss = report.loss
+            loss = loss if report is None else report.loss
             last = step == num_steps
             if self._evaluates_after(step):
                 eval_loss = self._evaluate(step)
@@ -240,17 +250,14 @@ class _Run:
         )
         self.observer.started(start)
 
-    def _train_step(self, step: int, *, num_in_process: int) -> StepReport:
+    def _train_step(self, step: int, *, num_in_process: int) -> StepReport | None:
+        """Run a step and report it; None when its batch has nothing to learn from."""
         recipe, data = self.prepared.recipe, self.prepared.data
         batch = data.train.batch(step - 1)
         data.train.cache.release()
         if not batch.num_items:
-            raise DataError(
-                f"the batch of step {step} has no label to learn from",
-                where=f"step {step}",
-                fix="raise max_length or global_batch_size, or check the data with"
-                " `packhorse data RECIPE --show 3`",
-            )
+            self._skip(step)
+            return None
         learning_rate = learning_rate_at(
             step - 1,
             base=recipe.learning_rate,
@@ -284,6 +291,14 @@ class _Run:
             self.folder.write_file(MEASURED_NAME, format_timeline(result.timeline))
         return report
 
+    def _skip(self, step: int) -> None:
+        epoch = step / self.prepared.data.steps_per_epoch
+        self._write_metrics(step, {"step": step, "epoch": epoch, "loss": None})
+        self.note(
+            f"step {step} is skipped: its batch has no label to learn from; raise max_length or"
+            " global_batch_size, or check the data with `packhorse data RECIPE --show 3`"
+        )
+
     def _report_step(self, report: StepReport) -> None:
         metrics: dict[str, float | int | None] = {
             "step": report.step,
@@ -309,7 +324,7 @@ class _Run:
 
     def _evaluates_after(self, step: int) -> bool:
         data, interval = self.prepared.data, self.prepared.recipe.eval_steps
-        is_time = step == data.num_steps or _is_due(step, interval)
+        is_time = step == data.num_steps or _is_due(step, interval)  # step 0 is a multiple, too
         return data.evaluation is not None and is_time
 
     def _is_evaluated(self, step: int) -> bool:
@@ -351,6 +366,12 @@ class _Run:
         )
         self.folder.write_log(f"step {step} eval_loss {report.eval_loss:.6g}")
         self.observer.evaluated(report)
+        if not math.isfinite(report.eval_loss):
+            # Nothing of it reaches the weights, so the training is not lost with it.
+            self.note(
+                f"the eval_loss after step {step} is {report.eval_loss}, null in metrics.jsonl; the"
+                " training goes on: look at the evaluation data and at the last losses"
+            )
         return report.eval_loss
 
     def _save_checkpoint(self, step: int) -> None:
@@ -364,6 +385,12 @@ class _Run:
 
     def _stop(self, step: int, saved_step: int | None) -> StoppedError:
         recipe = self.prepared.recipe
+        if not step:
+            return StoppedError(
+                f"stopped by {self.signals.name} before the first step",
+                where=str(self.folder.path),
+                fix="packhorse train RECIPE --resume",
+            )
         if saved_step != step:
             self._save_checkpoint(step)
         self.folder.write_log(f"stopped by {self.signals.name} after step {step}")
