@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,7 @@ from packhorse.checkpoint.save import (
     copy_model_files,
     save_checkpoint,
 )
-from packhorse.errors import FileFormatError, MismatchError
+from packhorse.errors import FileFormatError, MismatchError, StorageError
 
 
 def save(output_dir: Path, step: int, **options) -> Path:
@@ -277,16 +279,44 @@ def test_only_own_leftovers_are_cleaned(tmp_path: Path) -> None:
     }
 
 
+def test_what_cannot_be_removed_is_a_storage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def refuse(path: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(StorageError, match=r"cannot remove checkpoint-1\.old-"):
+        save(tmp_path, 1)
+    with pytest.raises(StorageError, match=r"cannot remove checkpoint-1\.tmp-"):
+        save(tmp_path, 2, save_total_limit=1)
+    with pytest.raises(StorageError, match="cannot remove"):
+        clean_leftovers(tmp_path)
+    verify_checkpoint(tmp_path / "checkpoint-2")
+
+
+MODEL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "additional_chat_templates/tools.jinja",
+)  # fmt: skip
+
+
 def test_model_at_the_top_of_a_folder(tmp_path: Path) -> None:
     layout = make_layout(256)
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("config.json", "tokenizer.json", "chat_template.jinja", "README.md"):
+    (source / "additional_chat_templates").mkdir()
+    others = ("README.md", "plan.json", "machine.json", "model.json", "timeline-measured.json")
+    for name in (*MODEL_FILES, *others, "profile.json", "trainer_state.json"):
         (source / name).write_text(name)
     (source / "model.safetensors.index.json").write_text("{}")
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("{}")
+    (run / "plan.json").write_text("of this run")
     for max_shard_bytes in (2500, 5_000_000):
         with ModelWriter(
             run,
@@ -298,12 +328,8 @@ def test_model_at_the_top_of_a_folder(tmp_path: Path) -> None:
                 if (piece.parameter, piece.state) in writer.states:
                     writer.write(piece)
             assert writer.commit() == run
-    assert sorted(path.name for path in run.iterdir()) == [
-        "chat_template.jinja",
-        "config.json",
-        "metrics.jsonl",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    found = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    assert found == {*MODEL_FILES, "metrics.jsonl", "model.safetensors", "plan.json"}
+    assert (run / "plan.json").read_text() == "of this run"
     for name, weight in load_file(run / "model.safetensors").items():
         assert torch.equal(weight, make_values(8)[name, "param"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from packhorse.plan.files import read_plan
 from packhorse.program.digest import digest_program
 from packhorse.program.text import parse_program
 from packhorse.timeline.files import read_timeline
+from packhorse.trainer.run_folder import claim_run
 from packhorse.verifier.rules import RULES
 
 
@@ -246,6 +248,16 @@ def test_clean_says_what_it_is_and_removes_nothing_unasked(shell, tmp_path):
     assert done.code == 2
     assert "add --yes" in done.err
     assert "checkpoint-4.tmp-0123abcd: an unfinished save" in done.out
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_clean_leaves_a_live_run_alone(shell, tmp_path):
+    make_leftovers(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with claim_run(tmp_path):
+        done = shell("clean", tmp_path, "--yes")
+        assert done.code == 2
+        assert f"in use by process {os.getpid()}" in done.err
     assert sorted(tmp_path.iterdir()) == before
 
 

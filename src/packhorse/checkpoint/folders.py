@@ -20,6 +20,7 @@ from packhorse.checkpoint.checksums import checksum_file
 from packhorse.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from packhorse.errors import FileFormatError
 from packhorse.storage.durable import fsync_folder
+from packhorse.storage.space import explain_failure
 
 _FINISHED: Final = re.compile(r"checkpoint-(\d+)")
 _TEMPORARY: Final = re.compile(r"(?:checkpoint-\d+|model)\.tmp-[0-9a-f]{8}")
@@ -123,16 +124,17 @@ def clean_leftovers(output_dir: Path) -> tuple[Path, ...]:
 
     Returns:
         The paths that were there.
+
+    Raises:
+        StorageError: the folder cannot be written.
     """
     leftovers = find_leftovers(output_dir)
     for path in leftovers:
         replaced = _REPLACED.fullmatch(path.name)
         if replaced and not path.with_name(replaced.group(1)).exists():
-            path.rename(path.with_name(replaced.group(1)))
+            _rename(path, path.with_name(replaced.group(1)))
         else:
-            shutil.rmtree(path)
-    if leftovers:
-        fsync_folder(output_dir)
+            remove_folder(path)
     return leftovers
 
 
@@ -150,11 +152,26 @@ def make_room(path: Path) -> Path | None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint such that it is never seen half deleted."""
+    """Delete a checkpoint such that it is never seen half deleted.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
     temporary = temporary_path(path)
-    path.rename(temporary)
-    fsync_folder(path.parent)
-    shutil.rmtree(temporary)
+    _rename(path, temporary)
+    remove_folder(temporary)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder with all that is in it.
+
+    Raises:
+        StorageError: part of it cannot be deleted.
+    """
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        raise explain_failure(error, path, f"remove {path.name}") from error
 
 
 def limit_checkpoints(output_dir: Path, *, limit: int, newest: Path) -> tuple[Path, ...]:
@@ -164,6 +181,9 @@ def limit_checkpoints(output_dir: Path, *, limit: int, newest: Path) -> tuple[Pa
 
     Returns:
         The paths that were deleted.
+
+    Raises:
+        StorageError: the folder cannot be written.
     """
     if limit < 1:
         raise ValueError(f"at least one checkpoint has to be kept, not {limit}")
@@ -185,6 +205,15 @@ def _is_complete(path: Path) -> bool:
     except FileFormatError:
         return False
     return True
+
+
+def _rename(path: Path, target: Path) -> None:
+    """Rename a folder and bring its new name to the disk."""
+    try:
+        path.rename(target)
+        fsync_folder(path.parent)
+    except OSError as error:
+        raise explain_failure(error, path, f"rename {path.name} to {target.name}") from error
 
 
 def _step_of(path: Path) -> int | None:

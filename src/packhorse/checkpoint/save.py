@@ -26,6 +26,7 @@ from packhorse.checkpoint.folders import (
     checkpoint_path,
     limit_checkpoints,
     make_room,
+    remove_folder,
     temporary_path,
 )
 from packhorse.checkpoint.manifest import (
@@ -52,7 +53,13 @@ AddFiles = Callable[[Path], None]
 
 # Config, tokenizer and manifest: a generous share of what is checked before a save begins.
 SMALL_FILES_BYTES: Final = 32 * MIB
-_MODEL_FILE_PATTERNS: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+# Named one by one: a run folder or another tool's holds JSON that is no part of its model.
+_MODEL_FILE_PATTERNS: Final = (
+    "config.json", "*_config.json", "tokenizer*.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab*.json", "normalizer.json", "chat_template*.json",
+    "*.jinja", "additional_chat_templates/*.jinja", "*.txt", "*.model", "*.spm", "*.tiktoken",
+    "*.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +156,7 @@ class CheckpointWriter:
                 replaced.rename(self._final)
             raise
         if replaced is not None:
-            shutil.rmtree(replaced)
+            remove_folder(replaced)
         if save_total_limit is not None:
             limit_checkpoints(self._final.parent, limit=save_total_limit, newest=self._final)
         return self._final
@@ -210,11 +217,14 @@ class ModelWriter:
         try:
             fsync_tree(self._folder.path)
             for name in names:
-                (self._folder.path / name).replace(self._output_dir / name)
+                target = self._output_dir / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                (self._folder.path / name).replace(target)
             for stale in self._output_dir.glob("model*.safetensors*"):
                 if stale.name not in names and stale.is_file():
                     stale.unlink()
-            fsync_folder(self._output_dir)
+            for folder in {(self._output_dir / name).parent for name in names}:
+                fsync_folder(folder)
         except OSError as error:
             raise explain_failure(error, self._output_dir, "save the model") from error
         return self._output_dir
@@ -251,14 +261,15 @@ def save_checkpoint(
 
 
 def copy_model_files(source: Path) -> AddFiles:
-    """Give a callable that copies the small files of a Hugging Face folder: all but weights."""
+    """Give a callable that copies a Hugging Face folder's config, tokenizer and code, no more."""
 
     def copy(target: Path) -> None:
         for pattern in _MODEL_FILE_PATTERNS:
             for file in sorted(source.glob(pattern)):
-                is_ours = file.name == MANIFEST_NAME or file.name.endswith(".index.json")
-                if file.is_file() and not is_ours and not (target / file.name).exists():
-                    shutil.copyfile(file, target / file.name)
+                copied = target / file.relative_to(source)
+                if file.is_file() and not copied.exists():
+                    copied.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, copied)
 
     return copy
 
