@@ -131,11 +131,8 @@ def test_another_order_than_the_proved_one(tmp_path: Path) -> None:
     first = next(i for i in places if i + 1 in places)
     tasks[first], tasks[first + 1] = tasks[first + 1], tasks[first]
     programs["train_step"] = replace(programs["train_step"], tasks=tuple(tasks))
-    with (
-        make_engine(programs, proofs, tmp_path) as engine,
-        pytest.raises(AuditError, match=f"task {first} is not the task that was proved"),
-    ):
-        engine.train_step(STEPS[0], step=1, learning_rate=1e-3)
+    with pytest.raises(AuditError, match=f"task {first} is not the task that was proved"):
+        make_engine(programs, proofs, tmp_path)
 
 
 def test_a_longer_program_than_its_proof_is_refused(tmp_path: Path) -> None:
@@ -144,7 +141,7 @@ def test_a_longer_program_than_its_proof_is_refused(tmp_path: Path) -> None:
     proofs = {kind: verify_program(program, model) for kind, program in programs.items()}
     proof = proofs["train_step"]
     proofs["train_step"] = replace(proof, entries=proof.entries[:-1])
-    with pytest.raises(AuditError, match="the proof covers"):
+    with pytest.raises(AuditError, match="tasks were proved, the program has"):
         make_engine(programs, proofs, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

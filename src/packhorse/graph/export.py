@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
-from packhorse.errors import ModelError
+from packhorse.errors import ModelError, PackhorseError
 from packhorse.graph.masks import trace_like_eager
 from packhorse.graph.refusals import check_changes, explain_failure
 
@@ -120,7 +120,7 @@ def export_module(
     Args:
         module: forward takes the batch as keyword arguments and returns a loss; see `LossModule`.
         batch: one micro-batch, rows first; only shapes and dtypes are used.
-        compute_dtype: floating parameters and buffers are traced in this dtype.
+        compute_dtype: floating parameters are traced in this dtype; buffers keep theirs.
         device: where the bodies will run; a graph's constants name it, so torch must know it.
 
     Raises:
@@ -138,6 +138,8 @@ def export_module(
                 graph, signature, constants = _export(
                     module, batch, shape_rows, dynamic, compute_dtype
                 )
+        except PackhorseError:
+            raise
         except Exception as error:
             if not dynamic:
                 raise explain_failure(module, error) from error

@@ -6,7 +6,6 @@ Out: a `Traced`. Equal blocks share one body: they are traced once.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from packhorse.errors import ModelError
 from packhorse.graph.code import BodyArguments, BodyCode, GradientFlow
 from packhorse.graph.export import Exported, default_device
+from packhorse.graph.fingerprint import fingerprint_model
 from packhorse.graph.interpret import BlockInterpreter, find_loss_heads
 from packhorse.graph.joint import trace_body
 from packhorse.graph.nodes import sizes_of, tensor_of
@@ -263,7 +263,7 @@ class _Assembler:
         heads = [found for piece in self.pieces for found in find_loss_heads(piece.graph).values()]
         model = Model(
             name=name,
-            fingerprint=_fingerprint(self.exported, self.pieces),
+            fingerprint=fingerprint_model(self.exported, self.pieces),
             rows=self.rows,
             length=self.exported.length,
             loss=LOSS,
@@ -414,15 +414,3 @@ def _body_key(
 ) -> str:
     shapes = [(tuple(t.shape), t.stride(), str(t.dtype), t.requires_grad) for t in arguments.flat]
     return repr((_canonical(piece.graph), shapes, flow, chunk_tokens))
-
-
-def _fingerprint(exported: Exported, pieces: tuple[Piece, ...]) -> str:
-    """Covers operations and parameter shapes; not values, rows, length or what is frozen."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, spec in exported.specs.items():
-        digest.update(f"{name} {spec.shape} {spec.aliases}\n".encode())
-    for piece in pieces:
-        for node in piece.graph.nodes:
-            if node.op == "call_function":
-                digest.update(f"{node.target}\n".encode())
-    return digest.hexdigest()

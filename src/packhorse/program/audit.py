@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from packhorse.errors import AuditError
 from packhorse.program.buffers import PoolId
-from packhorse.program.program import Proof
+from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import Task
 from packhorse.program.text import format_task
 
@@ -51,4 +51,26 @@ def check_against_proof(
             f"task {index} left the memory otherwise than was proved",
             where="\n".join((f"task {index}: {format_task(task)}", *sums)),
             fix="the task kept or dropped a buffer that its program does not declare",
+        )
+
+
+def check_same_tasks(proof: Proof, program: Program) -> None:
+    """Check that a proof is of this program: the same tasks in the same order.
+
+    Raises:
+        AuditError: names the first task that differs.
+    """
+    for index, (entry, task) in enumerate(zip(proof.entries, program.tasks, strict=False)):
+        if task is not entry.task and task != entry.task:
+            raise AuditError(
+                f"task {index} is not the task that was proved",
+                where=f"expected: {format_task(entry.task)}\nactual:   {format_task(task)}",
+                fix="verify the program that is to run",
+            )
+    if len(proof.entries) != len(program.tasks):
+        last = min(len(proof.entries), len(program.tasks))
+        raise AuditError(
+            f"{len(proof.entries)} tasks were proved, the program has {len(program.tasks)}",
+            where=f"from task {last} on",
+            fix="verify the program that is to run",
         )

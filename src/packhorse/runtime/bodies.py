@@ -27,6 +27,7 @@ from packhorse.program.buffers import (
 )
 from packhorse.program.tasks import Backward, Forward, Recompute
 from packhorse.runtime.memory.chunks import ChunkMemory
+from packhorse.runtime.memory.heap import KEEP_BELOW_BYTES, trim_heap
 from packhorse.runtime.noise import NoiseKey, draw_noise
 
 Payload = tuple[Tensor, ...]
@@ -105,6 +106,10 @@ class BodyRunner:
     def backward(self, task: Backward, visible: Visible) -> dict[BufferId, Payload]:
         """Run a backward; parameter gradients go into their chunks."""
         block, code = self._block(task.block)
+        if task.workspace_bytes >= KEEP_BELOW_BYTES and self._has_large_parameter(block):
+            # A gradient of that size is mapped, whatever the heap mode: what a kept heap holds of
+            # freed blocks cannot serve it and would come on top.
+            trim_heap()
         backward = code.backward
         assert backward is not None, f"block {block.name} has no backward"
         variant = backward.first if task.microbatch == 0 else backward.later
@@ -116,6 +121,12 @@ class BodyRunner:
             tied_grad_id(block.parameters[i], task.microbatch) for i in variant.parameter_grads
         ]
         return {name: (tensor,) for name, tensor in zip(names, results, strict=True)}
+
+    def _has_large_parameter(self, block: Block) -> bool:
+        return any(
+            parameter.numel() * parameter.element_size() >= KEEP_BELOW_BYTES
+            for parameter in self._arguments[block.id].parameters
+        )
 
     def _block(self, index: int) -> tuple[Block, BodyCode]:
         block = self._traced.model.blocks[index]

@@ -15,7 +15,6 @@ from packhorse.errors import InputError
 from packhorse.program.buffers import Buffer, BufferId
 from packhorse.storage.counters import IoCounters
 from packhorse.storage.extents import lay_out_extents
-from packhorse.storage.mapping import HUGE_PAGE_BYTES
 from packhorse.storage.scratch_folder import claim_scratch
 
 
@@ -29,7 +28,7 @@ class DiskTier:
 
     def __init__(self, buffers: Mapping[BufferId, Buffer], folder: Path | None) -> None:
         sizes: dict[str, int] = {b.id: b.size_bytes for b in buffers.values() if "disk" in b.pools}
-        self._extents = lay_out_extents(sizes, alignment_bytes=HUGE_PAGE_BYTES)
+        self._extents = lay_out_extents(sizes)
         self._folder = None
         self._file = None
         if not sizes:

@@ -17,7 +17,7 @@ from typing import Final, Literal, Self
 import torch
 from torch import Tensor
 
-from packhorse.errors import MismatchError, NonFiniteError
+from packhorse.errors import InputError, MismatchError, NonFiniteError
 from packhorse.graph.trace import Traced
 from packhorse.model.spec import ParameterName
 from packhorse.optim.groups import hyperparameters
@@ -119,6 +119,7 @@ class Engine:
                 )
         torch.set_num_threads(num_threads)
         set_heap_mode(heap)
+        self._failed = ""
         self._traced = traced
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm
@@ -309,7 +310,16 @@ class Engine:
             drain=drain or _no_transfer,
             inspect=inspect or _accept,
         )
-        return self._executor.run(self._prepared[kind], work)
+        if self._failed:
+            raise InputError(
+                f"this run ended with an error: {self._failed}",
+                fix="close it and begin again, or resume from a checkpoint",
+            )
+        try:
+            return self._executor.run(self._prepared[kind], work)
+        except BaseException as error:
+            self._failed = str(error).partition("\n")[0] or type(error).__name__
+            raise
 
     def _bad_loss(
         self, loss: float, step: int, microbatch: int, feed: Mapping[str, Tensor]

@@ -27,7 +27,7 @@ from torch import Tensor
 from packhorse.errors import AuditError
 from packhorse.graph.liveness import storages_of
 from packhorse.optim.norm import combine_norm, count_segments, segment_squares
-from packhorse.program.audit import check_against_proof
+from packhorse.program.audit import check_against_proof, check_same_tasks
 from packhorse.program.buffers import (
     NORM,
     Buffer,
@@ -114,11 +114,7 @@ def prepare_program(program: Program, proof: Proof) -> Prepared:
     Raises:
         AuditError: the proof is of another program.
     """
-    if len(proof.entries) < len(program.tasks):
-        raise AuditError(
-            f"the proof covers {len(proof.entries)} tasks, the program has {len(program.tasks)}",
-            fix="verify this program",
-        )
+    check_same_tasks(proof, program)
     return Prepared(
         program=program,
         proof=proof,
@@ -153,6 +149,9 @@ class Executor:
         self._ledger = Ledger(program.pools)
         self._chunks = chunk_table(program.layout)
         self._payload: dict[BufferId, Payload] = {}
+        # What will be there once every issued task has completed: reservations follow the order of
+        # issue, while tiers and payloads change when tasks run.
+        self._issued: set[tuple[BufferId, TierName]] = set()
 
     @property
     def used_bytes(self) -> Mapping[PoolId, int]:
@@ -173,33 +172,34 @@ class Executor:
                 if not points or points[-1].used_bytes != used:
                     points.append(MemoryPoint(at_ns=at_ns, used_bytes=used))
 
-        def work_of(index: int, task: Task) -> Callable[[], None]:
+        def submit(index: int, task: Task) -> None:
+            started: list[int] = []
+
             def do() -> None:
-                start = time.perf_counter_ns() - begin
+                started.append(time.perf_counter_ns() - begin)
                 with torch.no_grad():
                     self._perform(task, program, work, emitted)
+
+            def done() -> None:
                 end = time.perf_counter_ns() - begin
-                spans.append(
-                    Span(
-                        index=index,
-                        name=prepared.names[index],
-                        kind=kind_of(task),
-                        lane=lane_of(task),
-                        start_ns=start,
-                        end_ns=end,
-                    )
+                span = Span(
+                    index=index,
+                    name=prepared.names[index],
+                    kind=kind_of(task),
+                    lane=lane_of(task),
+                    start_ns=started[0],
+                    end_ns=end,
                 )
+                spans.append(span)
                 self._complete(task, program)
                 note(end)
 
-            return do
+            self._lanes.submit(index, lane_of(task), do, done, prepared.dependencies[index])
 
         for index, task in enumerate(program.tasks):
             self._reserve(task, program)
             note(time.perf_counter_ns() - begin)
-            self._lanes.submit(
-                index, lane_of(task), work_of(index, task), prepared.dependencies[index]
-            )
+            submit(index, task)
             if self._audit:
                 check_against_proof(prepared.proof, index, task, self._ledger.used_bytes)
         self._lanes.wait_all()
@@ -217,9 +217,12 @@ class Executor:
         """Reserve what a task creates and its workspace, waiting for releases while it must."""
         wanted: dict[PoolId, int] = {}
         created: list[tuple[BufferId, TierName]] = []
+        if isinstance(task, Free):
+            self._issued.discard((task.buffer, task.tier))
         for name, tier in writes_of(task):
-            if self._is_present(name, tier):
+            if (name, tier) in self._issued:
                 continue
+            self._issued.add((name, tier))
             buffer = program.buffers[name]
             pool = buffer.pools[tier]
             wanted[pool] = wanted.get(pool, 0) + buffer.size_bytes

@@ -23,8 +23,11 @@ class Lanes(Protocol):
     lanes. Both waits raise what a task raised.
     """
 
-    def submit(self, index: int, lane: Lane, work: Work, after: Sequence[int]) -> None:
-        """Queue the work of task `index` behind the tasks `after` and its lane's earlier work."""
+    def submit(self, index: int, lane: Lane, work: Work, done: Work, after: Sequence[int]) -> None:
+        """Queue the work of task `index` behind the tasks `after` and its lane's earlier work.
+
+        `done` is called once the work, the device's part included, is complete.
+        """
         ...
 
     def wait_any(self) -> bool:
@@ -46,12 +49,13 @@ class InlineLanes:
     def __init__(self, synchronize: Work | None = None) -> None:
         self._synchronize = synchronize
 
-    def submit(self, index: int, lane: Lane, work: Work, after: Sequence[int]) -> None:
+    def submit(self, index: int, lane: Lane, work: Work, done: Work, after: Sequence[int]) -> None:
         """Run the work now; what it must follow has run already."""
         del index, lane, after
         work()
         if self._synchronize is not None:
             self._synchronize()
+        done()
 
     def wait_any(self) -> bool:
         """Nothing is ever pending."""

@@ -33,7 +33,7 @@ class ChunkTiers:
         disk: the disk tier.
         pools: which pool is part of which tier.
         limits: bytes that a pool may hold, spare pages counted.
-        audit: fill what is absent with NaN.
+        audit: fill with NaN what is new and not yet written, and what is gone.
     """
 
     def __init__(
@@ -58,10 +58,6 @@ class ChunkTiers:
             for state in layout.dtypes
             for chunk in layout.chunks
         }
-        if audit:
-            for held in memory.values():
-                for state, chunk in self._states.values():
-                    held.poison(state, chunk)
 
     def __contains__(self, buffer: BufferId) -> bool:
         return buffer in self._states
@@ -81,9 +77,14 @@ class ChunkTiers:
             self._spare.reuse(pool, buffer)
 
     def commit(self, buffer: BufferId, tier: TierName) -> None:
-        """Put memory behind a state that was added, once its bytes are reserved."""
+        """Put memory behind a state that was added, once its bytes are reserved.
+
+        In an audit it holds NaN until it is written.
+        """
         if tier != "disk":
             self._memory[tier].commit(*self._states[buffer])
+            if self._audit:
+                self._memory[tier].poison(*self._states[buffer])
 
     def shed(self, pool: PoolId, used_bytes: int) -> None:
         """Drop spare pages of a pool until it keeps to its limit."""

@@ -15,7 +15,8 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
 _MAP_FROM_BYTES: Final = 64 * KIB
-_KEEP_BELOW_BYTES: Final = 32 * MIB  # the largest threshold that glibc accepts
+# The largest threshold that glibc accepts: blocks from here on are mapped in either mode.
+KEEP_BELOW_BYTES: Final = 32 * MIB
 
 
 def set_heap_mode(mode: Literal["keep", "map"]) -> bool:
@@ -27,7 +28,7 @@ def set_heap_mode(mode: Literal["keep", "map"]) -> bool:
         settings = ((_M_MMAP_THRESHOLD, _MAP_FROM_BYTES), (_M_TRIM_THRESHOLD, MIB), (_M_TOP_PAD, 0))
     else:
         settings = (
-            (_M_MMAP_THRESHOLD, _KEEP_BELOW_BYTES),
+            (_M_MMAP_THRESHOLD, KEEP_BELOW_BYTES),
             (_M_TRIM_THRESHOLD, 2**31 - 1),
             (_M_TOP_PAD, MIB),
         )
