@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from packhorse.plan.spec import Plan
     from packhorse.profile.spec import Profile
     from packhorse.program.program import Program
-    from packhorse.timeline.spec import Timeline
+    from packhorse.report.drawn import DrawnTimeline
     from packhorse.trainer.module_run import Run
+    from packhorse.trainer.run_program import RunProgram
 
 __all__ = ["SGD", "AdamW", "Run", "find_plan", "probe", "simulate"]
 
@@ -126,6 +127,7 @@ def find_plan(
     from packhorse.trainer.candidates import (
         MEASURE_LIMIT_S,
         TracingRequest,
+        find_attention,
         measure_baseline,
         trace_candidates,
     )
@@ -139,6 +141,13 @@ def find_plan(
     if compute_dtype == "float16":
         raise InputError(
             "float16 would need loss scaling", where="pins: compute_dtype", fix="use bfloat16"
+        )
+    attention = find_attention(model)
+    if fixed.attention is not None and fixed.attention != attention:
+        raise InputError(
+            f"attention is pinned to {fixed.attention}, but the module computes it as {attention}",
+            where="pins: attention",
+            fix="leave the pin out, or build the module with that attention: attn_implementation",
         )
     baseline_bytes = measure_baseline() if measure else None
     global_rows = next(iter(batch.values())).shape[0]
@@ -177,10 +186,10 @@ def find_plan(
         arithmetic=Arithmetic(
             compute_dtype=compute_dtype,
             tied_sum=fixed.tied_sum or "per_microbatch",
-            attention=fixed.attention or candidates.attention,
+            attention=attention,
             num_threads=fixed.num_threads or machine.num_threads,
             device=machine.device,
-            num_workers=fixed.num_workers or 1,
+            num_workers=1,
         ),
         global_batch_rows=global_rows,
         pins=fixed,
@@ -188,38 +197,52 @@ def find_plan(
 
 
 def simulate(
-    program: Program,
+    program: RunProgram | Program,
     machine: Machine,
     *,
-    model: Model,
+    model: Model | None = None,
     profile: Profile | None = None,
-) -> Timeline:
+) -> DrawnTimeline:
     """Predict when each task of a program runs on a machine, and what memory it uses.
 
     Args:
-        program: from `Run.programs`, or parsed from a file.
+        program: from `Run.programs`, such as `run.programs["train_step"]`, or parsed from a file.
         machine: any machine, also one that is somewhere else.
-        model: the model that the program was compiled for, from `Run.model` or a file.
+        model: the model of a program that was parsed from a file.
         profile: block times; by default they are estimated from the machine's rates.
 
     Returns:
-        A timeline with `makespan_ns`, `bubble`, `idle_in_span` and `peak_bytes`.
+        A timeline with `makespan_ns`, `bubble`, `idle_in_span` and `peak_bytes`; notebooks draw it.
 
     Raises:
-        MismatchError: the program was compiled for another model.
-        InputError: the machine lacks a rate that the program needs.
+        MismatchError: program or profile belong to another model or shape.
+        InputError: the machine lacks a rate that the program needs, or there is no model.
     """
     from packhorse.compiler.buffers import HEAP
     from packhorse.profile.analytic import estimate_profile
+    from packhorse.profile.identity import check_profile
+    from packhorse.report.drawn import DrawnTimeline
     from packhorse.simulator.costs import TaskCosts
     from packhorse.simulator.engine import simulate_program
+    from packhorse.trainer.run_program import RunProgram
 
+    if isinstance(program, RunProgram):
+        program, model = program.program, model or program.model
+    if model is None:
+        raise InputError(
+            "a program alone does not say how much its blocks compute",
+            where=f"program of model {program.model}",
+            fix='give one of run.programs, or model= beside a parsed one, such as "model.json" read'
+            " by packhorse.model.files.read_model",
+        )
     if program.model != model.fingerprint:
         raise MismatchError(
             f"the program was compiled for model {program.model}, this is {model.fingerprint}",
             where=f"model {model.name}",
             fix="give the model that the program was compiled for",
         )
+    if profile is not None:
+        check_profile(profile, model)
     costs = TaskCosts(
         machine=machine,
         profile=estimate_profile(model, machine) if profile is None else profile,
@@ -227,4 +250,8 @@ def simulate(
         program=program,
         heap="keep" if program.workspace_pool == HEAP else "map",
     )
-    return simulate_program(program, costs=costs)
+    return DrawnTimeline(
+        timeline=simulate_program(program, costs=costs),
+        capacity_bytes={pool.id: pool.capacity_bytes for pool in program.pools},
+        title=f"{model.name}: {program.kind}",
+    )

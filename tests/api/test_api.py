@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,10 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import packhorse
-from packhorse.errors import DoesNotFitError, InputError, ModelError
+from packhorse.errors import DoesNotFitError, InputError, MismatchError, ModelError
 from packhorse.optim.norm import clip_coefficient, global_norm
+from packhorse.optim.optimizers import ParameterGroup
+from packhorse.plan.files import format_plan, parse_plan
 from packhorse.plan.spec import Plan
-from packhorse.trainer.module_run import move_to_meta
+from packhorse.profile.analytic import estimate_profile
+from packhorse.trainer.hand_over import move_to_meta
 
 ROWS, LENGTH = 4, 12
 CUT = {"microbatch_rows": 2}
@@ -347,7 +351,7 @@ def test_a_program_is_simulated(tmp_path: Path):
     plan = packhorse.find_plan(module, tower_batch(), machine, pins=ALL_ON_DISK, measure=False)
     with packhorse.Run(module, plan=plan, scratch=tmp_path / "scratch") as run:
         run.step(tower_batch())
-        timeline = packhorse.simulate(run.programs["train_step"], machine, model=run.model)
+        timeline = packhorse.simulate(run.programs["train_step"], machine)
     assert timeline.makespan_ns > 0
     assert plan.prediction is not None
     assert timeline.makespan_ns == plan.prediction.step_ns
@@ -359,3 +363,164 @@ def test_the_names_are_there_without_torch():
         "sys.exit(int('torch' in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_simulation_needs_a_program_and_a_machine_and_draws_itself(tmp_path: Path):
+    machine = make_machine(tmp_path)
+    with packhorse.Run(Tower("mean"), plan=tower_plan()) as run:
+        run.step(tower_batch())
+        program = run.programs["train_step"]
+        timeline = packhorse.simulate(program, machine)
+        assert str(program).startswith("packhorse/program ")
+    assert 0 <= timeline.bubble < 1
+    assert 0 <= timeline.idle_in_span < 1
+    assert max(timeline.peak_bytes.values()) > 0
+    assert timeline._repr_svg_().startswith("<svg")
+    with pytest.raises(InputError, match=r"run\.programs"):
+        packhorse.simulate(program.program, machine)
+
+
+def test_a_profile_of_another_shape_is_refused(tmp_path: Path):
+    machine = make_machine(tmp_path)
+    with packhorse.Run(Tower("mean"), plan=tower_plan()) as run:
+        run.step(tower_batch())
+        profile = replace(estimate_profile(run.model, machine), rows=3)
+        with pytest.raises(MismatchError, match="3 x 8, those of the model 2 x 8"):
+            packhorse.simulate(run.programs["train_step"], machine, profile=profile)
+
+
+def test_state_dict_hands_the_parameters_back_until_the_next_step(tmp_path: Path):
+    module = Tower("mean")
+    with packhorse.Run(module, plan=tower_plan()) as run:
+        run.step(tower_batch())
+        state = run.state_dict()
+        assert torch.equal(module.first.weight, state["first.weight"])
+        run.step(tower_batch())
+        assert all(parameter.is_meta for parameter in module.parameters())
+        last = run.state_dict()
+    assert not torch.equal(state["first.weight"], last["first.weight"])
+    assert torch.equal(module.first.weight, last["first.weight"])
+    assert torch.equal(run.state_dict()["second.bias"], last["second.bias"])
+
+
+def test_save_hands_the_parameters_back_with_their_ties(folder: Path, tmp_path: Path):
+    module = load(folder)
+    plan = plan_text(str(folder / "config.json"), "memory", True)
+    optimizer = packhorse.AdamW(weight_decay=0.1)
+    with packhorse.Run(module, plan=plan, optimizer=optimizer, max_grad_norm=0.5) as run:
+        run.step(token_batch())
+        run.save(tmp_path / "saved")
+        assert module.lm_head.weight is module.model.embed_tokens.weight
+        state = run.state_dict()
+        run.save(tmp_path / "saved")
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, state[name]), name
+
+
+def test_a_closed_run_that_handed_nothing_back_says_so():
+    with packhorse.Run(Tower("mean"), plan=tower_plan()) as run:
+        run.step(tower_batch())
+    with pytest.raises(InputError, match="the run is closed"):
+        run.state_dict()
+    with pytest.raises(InputError, match="the run is closed"):
+        run.save("unused")
+
+
+def test_parameters_on_meta_have_no_state_before_the_first_batch(folder: Path):
+    module = load(folder)
+    move_to_meta(module)
+    plan = plan_text(str(folder / "config.json"), "memory", True)
+    optimizer = packhorse.AdamW(weight_decay=0.1)
+    with (
+        packhorse.Run(
+            module, plan=plan, optimizer=optimizer, max_grad_norm=0.5, weights=folder
+        ) as run,
+        pytest.raises(InputError, match="no batch came yet"),
+    ):
+        run.state_dict()
+
+
+def test_an_optimizer_with_other_groups_than_planned_is_refused():
+    still = packhorse.AdamW(
+        groups=(ParameterGroup(name="still", patterns=("first.*",), overrides={"lr": 0.0}),)
+    )
+    with pytest.raises(InputError, match=r"first\.weight is in group 'still'.*group 'decay'"):
+        packhorse.Run(Tower("mean"), plan=tower_plan(), optimizer=still)
+    for decay in (0.0, 0.1):
+        # Other values in the planned groups are no other groups.
+        packhorse.Run(
+            Tower("mean"), plan=tower_plan(), optimizer=packhorse.AdamW(weight_decay=decay)
+        ).close()
+
+
+def test_the_scratch_folder_is_the_one_that_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    machine = make_machine(tmp_path / "fast")
+    plan = packhorse.find_plan(
+        Tower("mean"), tower_batch(), machine, pins={**ALL_ON_DISK, **CUT}, measure=False
+    )
+    disk = machine.tier("disk")
+    assert disk is not None
+    assert disk.path is not None
+    assert parse_plan(format_plan(plan)).scratch == disk.path
+    with packhorse.Run(Tower("mean"), plan=plan) as run:
+        run.step(tower_batch())
+        assert any(Path(disk.path).iterdir())
+    assert not (tmp_path / "scratch").exists()
+
+
+@pytest.mark.parametrize(
+    ("pin", "words"),
+    [({"num_workers": 4}, "one process is one worker"), ({"attention": "eager"}, "as native")],
+)
+def test_pins_without_effect_are_refused(tmp_path: Path, pin: dict[str, object], words: str):
+    with pytest.raises(InputError, match=words):
+        packhorse.find_plan(
+            Tower("mean"), tower_batch(), make_machine(tmp_path), pins=pin, measure=False
+        )
+
+
+def test_a_checkpoint_of_another_seed_or_optimizer_is_refused(tmp_path: Path):
+    with packhorse.Run(Tower("mean"), plan=tower_plan()) as run:
+        run.learning_rate = 1
+        run.step(tower_batch())
+        path = run.save_checkpoint(tmp_path)
+    with packhorse.Run(Tower("mean"), plan=tower_plan()) as run:
+        assert run.load(path, tower_batch()) == ()
+        assert run.learning_rate == 1.0
+    with (
+        packhorse.Run(Tower("mean"), plan=tower_plan(), seed=7) as run,
+        pytest.raises(MismatchError, match="the checkpoint's seed is 0, this run's is 7"),
+    ):
+        run.load(path, tower_batch())
+    sgd = packhorse.SGD(lr=0.1)
+    plan = packhorse.find_plan(
+        Tower("mean"),
+        tower_batch(),
+        make_machine(tmp_path),
+        optimizer=sgd,
+        pins={"parameters": "device", "optimizer": "device", "microbatch_rows": 4},
+        measure=False,
+    )
+    with (
+        packhorse.Run(Tower("mean"), plan=plan, optimizer=sgd) as run,
+        pytest.raises(MismatchError, match="optimizer adamw, this run's is sgd"),
+    ):
+        run.load(path, tower_batch())
+
+
+def test_loading_says_which_numerics_changed(tmp_path: Path):
+    with packhorse.Run(Tower("mean"), plan=tower_plan()) as run:
+        run.step(tower_batch())
+        path = run.save_checkpoint(tmp_path)
+    plan = packhorse.find_plan(
+        Tower("mean"),
+        tower_batch(),
+        make_machine(tmp_path),
+        pins={"parameters": "device", "optimizer": "device", "microbatch_rows": 4},
+        measure=False,
+    )
+    with packhorse.Run(Tower("mean"), plan=plan) as run:
+        assert "microbatch_rows was 2, is 4" in run.load(path, tower_batch())

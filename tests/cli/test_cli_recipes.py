@@ -178,6 +178,16 @@ def test_train_by_a_plan_that_needs_too_much_is_refused(shell, recipe, planned):
     assert "tier device: need" in done.err
 
 
+def test_train_for_a_device_that_is_not_here_is_refused_before_planning(
+    shell, recipe, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = shell("train", recipe, "--machine", "rtx-4090")
+    assert (done.code, done.out) == (2, "")
+    assert "computes on cuda, and torch finds no GPU here" in done.err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_signal_before_the_first_step_changes_nothing(shell, recipe, tmp_path, monkeypatch):
     def interrupt(*_: object, **__: object):
         signal.raise_signal(signal.SIGUSR1)

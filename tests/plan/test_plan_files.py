@@ -105,6 +105,7 @@ def plans():
             scratch_bytes=SIZE,
             bottleneck=TEXT,
         ),
+        scratch=st.none() | TEXT,
     )
 
 

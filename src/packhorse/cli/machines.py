@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from packhorse.errors import InputError
+
 if TYPE_CHECKING:
     from packhorse.cli.screen import Screen
     from packhorse.machine.budget import Budget
@@ -39,7 +41,8 @@ def choose_machine(
     Args:
         granted: the recipe's budget.
         threads: pinned compute threads; this machine is measured with them.
-        here: a named machine stands for this one, so that its scratch folder is checked.
+        here: a named machine stands for this one, so that its device must be here, and its
+            scratch folder is checked.
 
     Raises:
         InputError: there is no such machine, or a budget is wrong or more than there is.
@@ -50,6 +53,8 @@ def choose_machine(
     budget = merge_budgets(parse_budget(choice.budget), granted or Budget())
     if choice.name is not None:
         machine = load_machine(choice.name)
+        if here:
+            _check_device(machine)
         if choice.memory is not None:
             budget = merge_budgets(parse_memory(choice.memory, machine), budget)
         if threads is not None:
@@ -60,6 +65,20 @@ def choose_machine(
     # Whether --memory is allowed depends on the machine, so it is probed first.
     machine = probe_here(screen, replace(budget, device_bytes=None), threads=threads)
     return with_budget(machine, parse_memory(choice.memory, machine))
+
+
+def _check_device(machine: Machine) -> None:
+    """Refuse to run for a device that this process does not have."""
+    import torch
+
+    if machine.device == "cpu" or torch.cuda.is_available():
+        return
+    raise InputError(
+        f"{machine.name} computes on {machine.device}, and torch finds no GPU here",
+        where="--machine",
+        fix="leave --machine out to train on this machine; `packhorse plan` plans for any machine,"
+        " and `packhorse doctor` says why a GPU is not found",
+    )
 
 
 def load_machine(name: str) -> Machine:

@@ -128,6 +128,7 @@ def _plan_to_json(plan: Plan) -> dict[str, object]:
         "model_name": plan.model_name,
         "machine": plan.machine,
         "length": plan.length,
+        "scratch": plan.scratch,
         "budget_bytes": {t: format_exact_bytes(b) for t, b in plan.budget_bytes.items()},
         "base_bytes": plan.base_bytes,
         "numerics": {
@@ -207,6 +208,7 @@ def _read_plan(fields: Fields) -> Plan:
         blocks=tuple(_read_block(block) for block in fields.sections("blocks")),
         pins=fields.texts("pins"),
         prediction=_read_prediction(fields) if fields.has_value("prediction") else None,
+        scratch=fields.text("scratch") if fields.has_value("scratch") else None,
     )
 
 

@@ -160,7 +160,7 @@ def read_pins(content: Mapping[str, object]) -> Pins:
         attention=_read_word(flat, "attention", ("causal", "eager", "native")),
         compute_dtype=_read_word(flat, "compute_dtype", ("float32", "bfloat16", "float16")),
         num_threads=_read_count(flat, "num_threads"),
-        num_workers=_read_count(flat, "num_workers"),
+        num_workers=_read_workers(flat),
     )
 
 
@@ -239,6 +239,18 @@ def _read_count(flat: Mapping[str, object], key: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         _refuse(key, value, "a whole number of at least 1")
     return value
+
+
+def _read_workers(flat: Mapping[str, object]) -> int | None:
+    count = _read_count(flat, "num_workers")
+    if count is not None and count > 1:
+        raise RecipeError(
+            f"num_workers is pinned to {count}, but one process is one worker: gradients are summed"
+            " in the order of the micro-batches",
+            where="recipe: plan.num_workers",
+            fix="leave it out, or give 1",
+        )
+    return count
 
 
 def _read_size(flat: Mapping[str, object], key: str) -> int | None:

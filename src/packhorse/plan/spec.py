@@ -111,7 +111,8 @@ class Plan:
     """Every decision for one model on one machine.
 
     `budget_bytes` is what each tier may use; `heap_slack` is the share that a kept heap is given
-    above its live bytes; `pins` names the choices that a person fixed.
+    above its live bytes; `pins` names the choices that a person fixed. `scratch` is the folder of
+    the disk tier that it was made for, None if that is unknown or elsewhere.
     """
 
     model: str
@@ -129,3 +130,4 @@ class Plan:
     blocks: tuple[BlockPlan, ...]
     pins: tuple[str, ...]
     prediction: Prediction | None
+    scratch: str | None = None

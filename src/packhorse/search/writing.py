@@ -52,7 +52,8 @@ def write_plan(
     prove_plan(plan, setting.model)
     candidate = setting.candidate
     prediction = predict_plan(plan, candidate.model, candidate.profile, problem.machine)
-    return replace(plan, prediction=prediction)
+    disk = problem.machine.tier("disk")
+    return replace(plan, prediction=prediction, scratch=None if disk is None else disk.path)
 
 
 def prove_plan(plan: Plan, model: Model) -> None:

@@ -1,8 +1,8 @@
 """A plan at work in a loop of one's own: `packhorse.Run`.
 
 In: a module, an optimizer, a plan. Out: losses, step by step, and the weights at the end. The run
-owns the parameters: the module's become `meta` when the first batch comes, and stay so;
-`module.load_state_dict(run.state_dict(), assign=True)` makes them real again.
+owns the parameters: the module's become `meta` when the first batch comes, until `state_dict` or
+`save` hands them back; the next step makes them `meta` again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from packhorse.checkpoint.manifest import MANIFEST_NAME, RunState
 from packhorse.checkpoint.resume import SavedRun
 from packhorse.checkpoint.save import AddFiles, CheckpointWriter, ModelWriter
 from packhorse.checkpoint.tensor_plan import TensorPlan, plan_tensors
-from packhorse.errors import InputError
+from packhorse.errors import InputError, MismatchError, RecipeError
 from packhorse.graph.export import describe_parameters, is_transformers_model
 from packhorse.machine.budget import DEFAULT_SCRATCH
 from packhorse.model.spec import Model
-from packhorse.optim.groups import assign_groups, find_module_kinds
+from packhorse.optim.groups import assign_groups, find_module_kinds, hyperparameters
 from packhorse.optim.optimizers import AdamW, Optimizer
 from packhorse.plan.spec import Plan
-from packhorse.program.program import Program, ProgramKind
+from packhorse.program.program import ProgramKind
 from packhorse.runtime.engine import StepResult
 from packhorse.timeline.spec import Timeline
 from packhorse.trainer.candidates import TracingRequest, trace_plan
 from packhorse.trainer.counting import Denominators, make_denominators, watch_loss
+from packhorse.trainer.hand_over import give_back, map_saved, move_to_meta
+from packhorse.trainer.numerics import describe_numerics, list_changes
+from packhorse.trainer.run_program import RunProgram
 from packhorse.trainer.session import Session
 from packhorse.trainer.weight_files import FolderWeights
 from packhorse.trainer.weights import ModuleWeights, WeightSource
@@ -51,7 +54,7 @@ class Run:
         weights: a Hugging Face folder to stream the weights from; by default the module's own.
         max_grad_norm: clip gradients to this global norm; None exactly when the plan does not.
         seed: of dropout.
-        scratch: folder of the disk tier; by default `scratch`.
+        scratch: folder of the disk tier; by default the one that the plan was made with.
         audit: check every task against what it declares (slow).
 
     The model is traced when the first batch comes; the errors of `Session` come then.
@@ -75,7 +78,7 @@ class Run:
         self._folder = None if weights is None else Path(weights)
         self._max_grad_norm = max_grad_norm
         self._seed = seed
-        self._scratch = Path(DEFAULT_SCRATCH if scratch is None else scratch)
+        self._scratch = Path(scratch or plan.scratch or DEFAULT_SCRATCH)
         self._audit = audit
         self._learning_rate = self._optimizer.lr
         self._step = 0
@@ -84,6 +87,8 @@ class Run:
         self._dtypes: Mapping[str, str] = {}
         self._last: StepResult | None = None
         self._closed = False
+        # Whether the module's parameters are the run's newest.
+        self._handed_back = False
         _check_groups(model, plan, self._optimizer)
 
     def __enter__(self) -> Self:
@@ -108,9 +113,13 @@ class Run:
         return self._running().model
 
     @property
-    def programs(self) -> Mapping[ProgramKind, Program]:
+    def programs(self) -> Mapping[ProgramKind, RunProgram]:
         """The proved programs; after the first batch."""
-        return self._running().programs
+        session = self._running()
+        return {
+            kind: RunProgram(program=program, model=session.model)
+            for kind, program in session.programs.items()
+        }
 
     @property
     def num_steps(self) -> int:
@@ -149,9 +158,11 @@ class Run:
             NonFiniteError: the loss or gradient is NaN or infinite.
         """
         session, denominators = self._prepare(batch)
+        denominator = denominators.find(batch)
+        self._take_again()
         self._last = session.train_step(
             batch,
-            denominator=denominators.find(batch),
+            denominator=denominator,
             step=self._step + 1,
             learning_rate=self._learning_rate,
         )
@@ -168,12 +179,24 @@ class Run:
         return session.evaluate(batch, denominator=denominators.find(batch)).loss
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copy parameters and buffers, under the module's own names, ties included."""
-        if self._session is None:
-            return {name: tensor.clone() for name, tensor in self._module.state_dict().items()}
-        copies = self._session.copy_parameters()
-        for spec in describe_parameters(self._module).values():
-            copies |= dict.fromkeys(spec.aliases, copies[spec.name])
+        """Copy parameters and buffers, under the module's own names, ties included.
+
+        The module gets its parameters back: they share the copies' memory until the next step.
+
+        Raises:
+            InputError: there are no values: no batch came yet, or the run is closed.
+        """
+        if self._session is not None:
+            copies = self._session.copy_parameters()
+            give_back(self._module, copies)
+            self._handed_back = True
+            for spec in describe_parameters(self._module).values():
+                copies |= dict.fromkeys(spec.aliases, copies[spec.name])
+        else:
+            state = self._module.state_dict()
+            if any(tensor.is_meta for tensor in state.values()):
+                self._running()
+            copies = {}
         return {
             name: copies[name] if name in copies else tensor.clone()
             for name, tensor in self._module.state_dict().items()
@@ -183,15 +206,20 @@ class Run:
         """Save the model, tensor by tensor, in its source's dtype.
 
         A transformers model becomes a folder for `from_pretrained`; another module a folder with
-        model.safetensors under its parameters' names.
+        model.safetensors under its parameters' names. The module gets its parameters back, mapped
+        from the saved files: they take memory only where they are used.
 
         Raises:
+            InputError: no batch came yet, or the run is closed.
             StorageError: the disk is full or unwritable.
         """
         session = self._running()
         with ModelWriter(Path(folder), self._tensors(), add_files=self._add_files()) as writer:
             session.hand_out(writer.states, writer.write)
-            return writer.commit()
+            saved = writer.commit()
+        give_back(self._module, map_saved(saved))
+        self._handed_back = True
+        return saved
 
     def save_checkpoint(self, folder: str | Path, *, save_total_limit: int | None = None) -> Path:
         """Save everything to resume from, in `folder/checkpoint-N`; see `load`.
@@ -199,18 +227,14 @@ class Run:
         Raises:
             StorageError: the disk is full or unwritable; earlier checkpoints are untouched.
         """
-        session, numerics = self._running(), self._plan.numerics
+        session = self._running()
         state = RunState(
             model=session.model.fingerprint,
             step=self._step,
-            workers=numerics.num_workers,
+            workers=self._plan.numerics.num_workers,
             data_position={"step": self._step},
             random={"seed": self._seed},
-            numerics={
-                "microbatch_rows": numerics.microbatch_rows.value,
-                "num_microbatches": numerics.num_microbatches,
-                "compute_dtype": numerics.compute_dtype,
-            },
+            numerics=describe_numerics(self._plan.numerics),
             optimizer={"name": self._plan.optimizer.name},
             trainer={"learning_rate": self._learning_rate},
         )
@@ -220,32 +244,42 @@ class Run:
             session.hand_out(writer.states, writer.write)
             return writer.commit(save_total_limit=save_total_limit)
 
-    def load(self, folder: str | Path, batch: Mapping[str, Tensor] | None = None) -> None:
+    def load(
+        self, folder: str | Path, batch: Mapping[str, Tensor] | None = None
+    ) -> tuple[str, ...]:
         """Load a checkpoint with its step and optimizer states, or a model folder's weights alone.
 
         Args:
             batch: one of the batches to come, where no batch came yet; the model is traced by it.
 
+        Returns:
+            What the checkpoint was computed with otherwise than this run's plan does, in words;
+            where there is anything, the curve goes on with other roundings.
+
         Raises:
             InputError: no batch came yet and none is given.
             FileFormatError: a file is missing or damaged.
-            MismatchError: it is of another model.
+            MismatchError: it is of another model, optimizer or seed.
         """
         path = Path(folder)
         session = self._running() if batch is None else self._prepare(batch)[0]
+        self._take_again()
         if (path / MANIFEST_NAME).is_file():
             with SavedRun(path) as saved:
+                self._check_state(path, saved.run)
                 session.resume(saved)
                 self._step = saved.run.step
                 rate = saved.run.trainer.get("learning_rate")
-                self._learning_rate = rate if isinstance(rate, float) else self._learning_rate
-            return
+                if isinstance(rate, int | float):
+                    self._learning_rate = float(rate)
+                return list_changes(saved.run.numerics, describe_numerics(self._plan.numerics))
         source = FolderWeights(self._module, path)
         try:
             session.begin(source)
         finally:
             source.close()
         self._step = 0
+        return ()
 
     def close(self) -> None:
         """Give all memory and the scratch space back. Closing twice is harmless."""
@@ -316,7 +350,35 @@ class Run:
         move_to_meta(self._module)
         self._session = session
 
+    def _take_again(self) -> None:
+        """Drop what was handed back: it is about to be out of date."""
+        if self._handed_back:
+            move_to_meta(self._module)
+            self._handed_back = False
+
+    def _check_state(self, folder: Path, state: RunState) -> None:
+        name, seed = state.optimizer.get("name"), state.random.get("seed")
+        if name != self._plan.optimizer.name:
+            raise MismatchError(
+                f"the checkpoint is of the optimizer {name}, this run's is"
+                f" {self._plan.optimizer.name}",
+                where=str(folder),
+                fix="resume with the same optimizer, or begin from the checkpoint's weights alone:"
+                " Run(weights=FOLDER)",
+            )
+        if seed != self._seed:
+            raise MismatchError(
+                f"the checkpoint's seed is {seed}, this run's is {self._seed}",
+                where=str(folder),
+                fix=f"give the seed that the run began with: Run(seed={seed})",
+            )
+
     def _running(self) -> Session:
+        if self._closed:
+            raise InputError(
+                "the run is closed, and its weights are gone with it",
+                fix="call state_dict() or save() before the end of the `with` block",
+            )
         if self._session is None:
             raise InputError(
                 "no batch came yet, so the model is not traced",
@@ -362,35 +424,31 @@ def check_batch(module: nn.Module, batch: Mapping[str, Tensor]) -> None:
         )
 
 
-def move_to_meta(module: nn.Module) -> None:
-    """Replace all parameters by ones on `meta`; ties stay ties, values are dropped."""
-    moved: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
-        slots = owner._parameters  # pyright: ignore[reportPrivateUsage]  # swapped, not registered
-        for name, parameter in slots.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in moved:
-                moved[id(parameter)] = nn.Parameter(
-                    parameter.detach().to("meta"), requires_grad=parameter.requires_grad
-                )
-            slots[name] = moved[id(parameter)]
-
-
 def _planned_groups(plan: Plan) -> dict[str, str]:
     return {piece.parameter: chunk.group for chunk in plan.chunks for piece in chunk.pieces}
 
 
 def _check_groups(module: nn.Module, plan: Plan, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that tells apart what the plan's chunks put together."""
-    names = [name for name, _ in module.named_parameters()]
-    wanted = assign_groups(names, optimizer, module_kinds=find_module_kinds(module))
+    """Refuse an optimizer that would treat a parameter otherwise than its chunk's group is."""
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    kinds = find_module_kinds(module)
+    wanted = assign_groups([n for n, _ in module.named_parameters()], optimizer, module_kinds=kinds)
     planned = _planned_groups(plan)
-    for name, group in wanted.items():
-        if name in planned and planned[name] == "all" and group != "all":
+    for name in trained:
+        if name in planned and not _is_same(optimizer, wanted[name], planned[name]):
             raise InputError(
-                f"the plan was made for an optimizer without weight decay, this one decays"
-                f" (parameter {name} is in group {group!r})",
+                f"the parameter {name} is in group {wanted[name]!r} of this optimizer, but the plan"
+                f" keeps it in a chunk of group {planned[name]!r}",
                 where="optimizer",
-                fix="give find_plan the same optimizer",
+                fix="give find_plan the optimizer that Run is given",
             )
+
+
+def _is_same(optimizer: Optimizer, wanted: str, planned: str) -> bool:
+    if wanted == planned:
+        return True
+    try:
+        return hyperparameters(optimizer, planned) == hyperparameters(optimizer, wanted)
+    except RecipeError:
+        # The plan was made for an optimizer with other groups.
+        return False

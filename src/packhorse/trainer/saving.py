@@ -22,9 +22,10 @@ from packhorse.checkpoint.save import (
 )
 from packhorse.checkpoint.tensor_plan import TensorPlan, plan_tensors
 from packhorse.errors import MismatchError
-from packhorse.plan.spec import Numerics, Plan
+from packhorse.plan.spec import Plan
 from packhorse.storage.space import ensure_space
 from packhorse.trainer.model_sources import CONFIG_NAME
+from packhorse.trainer.numerics import describe_numerics, list_changes
 from packhorse.trainer.preparation import PreparedRun
 from packhorse.trainer.session import Session
 
@@ -125,11 +126,7 @@ class RunSaver:
                 where="recipe: optim",
                 fix="resume with the same optimizer",
             )
-        changed = [
-            f"{name} was {state.numerics.get(name)}, is {value}"
-            for name, value in own.numerics.items()
-            if state.numerics.get(name) != value
-        ]
+        changed = list_changes(state.numerics, own.numerics)
         if not changed:
             return ()
         return ("numerics differ from the checkpoint's, so bits may too: " + "; ".join(changed),)
@@ -150,7 +147,7 @@ class RunSaver:
                 "data": data.digest,
             },
             random={"seed": prepared.recipe.seed, "key": "seed, step, micro-batch, random node"},
-            numerics=_describe_numerics(numerics),
+            numerics=describe_numerics(numerics),
             optimizer=_describe_optimizer(prepared),
             trainer={"num_steps": data.num_steps, "model": prepared.recipe.model_name_or_path},
         )
@@ -168,20 +165,6 @@ class RunSaver:
                 tokenizer.inner.save_pretrained(str(target))
 
         return add
-
-
-def _describe_numerics(numerics: Numerics) -> JsonObject:
-    return {
-        "microbatch_rows": numerics.microbatch_rows.value,
-        "num_microbatches": numerics.num_microbatches,
-        "num_workers": numerics.num_workers,
-        "compute_dtype": numerics.compute_dtype,
-        "loss_chunk_tokens": numerics.loss_chunk_tokens.value,
-        "tied_sum": numerics.tied_sum,
-        "attention": numerics.attention,
-        "num_threads": numerics.num_threads,
-        "device": numerics.device,
-    }
 
 
 def _describe_optimizer(prepared: PreparedRun) -> JsonObject:
