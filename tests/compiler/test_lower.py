@@ -12,10 +12,10 @@ from models import make_model, make_plan
 from step_replay import StepReplay
 
 from packhorse.compiler.lower import lower_plan
-from packhorse.compiler.passes.updates import NORM_WORKSPACE_BYTES
 from packhorse.compiler.peak import peak_of
 from packhorse.errors import DoesNotFitError, InputError, RefusedError
 from packhorse.model.spec import ITEM_BYTES
+from packhorse.program.buffers import NORM_WORKSPACE_BYTES
 from packhorse.program.tasks import (
     Backward,
     Emit,

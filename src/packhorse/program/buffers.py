@@ -21,6 +21,7 @@ PAGE_BYTES: Final = 4096
 CHUNK_ALIGN_ELEMENTS: Final = 524_288  # 2 MiB of fp32: one huge page, 32 norm segments
 SLOT_ALIGN_ELEMENTS: Final = 32  # 64 bytes also in bf16
 NORM_SEGMENT_ELEMENTS: Final = 16_384
+NORM_WORKSPACE_BYTES: Final = 8 * 4 * NORM_SEGMENT_ELEMENTS  # four segments in float64 at a time
 NORM: Final = BufferId("norm")
 
 

@@ -13,7 +13,16 @@ from typing import Final
 
 from packhorse.errors import RuleError
 from packhorse.model.spec import Body, Model
-from packhorse.program.buffers import NORM, BufferId, ChunkId, norm_id, saved_id, state_id, value_id
+from packhorse.program.buffers import (
+    NORM,
+    NORM_WORKSPACE_BYTES,
+    BufferId,
+    ChunkId,
+    norm_id,
+    saved_id,
+    state_id,
+    value_id,
+)
 from packhorse.program.program import Program
 from packhorse.program.tasks import (
     Backward,
@@ -59,8 +68,11 @@ def check_reads(outline: Outline) -> None:
             case Recompute(block=block, microbatch=microbatch):
                 _compare(program, index, "read", task.reads, needs.forward_reads(block, microbatch))
                 _compare(program, index, "write", task.writes, {saved_id(block, microbatch)})
-                body = model.body_of(model.blocks[block].id)
-                _check_workspace(program, index, body.forward_workspace_bytes)
+                ran = model.blocks[block]
+                # The outputs are made again and dropped.
+                dropped = sum(model.values[value].size_bytes for value in ran.outputs)
+                held = model.body_of(ran.id).forward_workspace_bytes + dropped
+                _check_workspace(program, index, held)
             case Backward(block=block, microbatch=microbatch):
                 reads = needs.backward_reads(block, microbatch, begun)
                 _compare(program, index, "read", task.reads, reads)
@@ -73,6 +85,7 @@ def check_reads(outline: Outline) -> None:
             case SegmentNorm(chunk=chunk):
                 _compare(program, index, "read", task.reads, {state_id("grad", chunk)})
                 _compare(program, index, "write", task.writes, {norm_id(chunk)})
+                _check_workspace(program, index, NORM_WORKSPACE_BYTES)
             case GradNorm():
                 norms = {norm_id(chunk) for chunk in outline.segment_norms}
                 _compare(program, index, "read", task.reads, norms)

@@ -20,7 +20,7 @@ from typing import Final
 from packhorse.plan.spec import OptimizerPlan
 from packhorse.program.buffers import (
     NORM,
-    NORM_SEGMENT_ELEMENTS,
+    NORM_WORKSPACE_BYTES,
     BufferId,
     Chunk,
     ChunkId,
@@ -38,9 +38,6 @@ from packhorse.program.tasks import (
     writes_of,
 )
 
-# Segments are summed a few at a time, whatever the size of the chunk: 4 segments and 64 rows of 64
-# partial sums in float64.
-NORM_WORKSPACE_BYTES: Final = 8 * 4 * NORM_SEGMENT_ELEMENTS
 # Fused updates change parameter and states in place, element by element.
 UPDATE_WORKSPACE_BYTES: Final = 0
 
