@@ -18,7 +18,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TEST_ARGS ?=
 TRAIN_ARGS ?=
 BENCH_ARGS ?=
-BENCHES ?= numbers memory headline overhead traffic crash
+BENCHES ?= numbers audit memory headline refusal overhead traffic prediction load crash first_step
 
 .PHONY: help venv check test assets train bench clean
 
