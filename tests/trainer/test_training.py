@@ -503,6 +503,27 @@ def test_frozen_parameters_stay_as_they_were(tmp_path: Path):
         assert torch.equal(parameter, after[name]) == frozen, name
 
 
+@pytest.mark.parametrize("source", ["model", "model/config.json"])
+def test_frozen_parameters_lose_no_bit_to_bfloat16(tmp_path: Path, source: str):
+    options: dict[str, object] = {
+        "freeze": ["*.mlp.*"], "bf16": True, "plan": ALL_ON_DISK, "save_total_limit": None,
+        "model_name_or_path": str(tmp_path / source),
+    }  # fmt: skip
+    prepare(tmp_path, make_machine(tmp_path))
+    machine = make_machine(tmp_path)
+    weights = prepare(tmp_path, machine, model_name_or_path=str(tmp_path / source)).open_weights()
+    with pytest.raises(Killed):
+        run(tmp_path, observer=KillAt(5), **options)
+    run(tmp_path, resume=ResumeNewest(), **options)
+    for folder in ("run", "run/checkpoint-3", "run/checkpoint-6"):
+        for name, parameter in load(tmp_path / folder).named_parameters():
+            if ".mlp." in name:
+                exact = torch.empty(parameter.numel())
+                weights.read_into(name, 0, parameter.numel(), exact)
+                assert torch.equal(parameter.flatten(), exact), (folder, name)
+    weights.close()
+
+
 def test_evaluation_is_the_mean_over_all_label_tokens(tmp_path: Path):
     run(
         tmp_path, eval_data=str(tmp_path / "eval.jsonl"), eval_steps=None, max_steps=2,

@@ -7,7 +7,7 @@ checkpoint any plan of the same model can resume bitwise. The model lies in its 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from packhorse.checkpoint.folders import find_checkpoints
@@ -18,12 +18,14 @@ from packhorse.checkpoint.save import (
     AddFiles,
     CheckpointWriter,
     ModelWriter,
+    Piece,
     copy_model_files,
 )
 from packhorse.checkpoint.tensor_plan import TensorPlan, plan_tensors
 from packhorse.errors import MismatchError
 from packhorse.plan.spec import Plan
 from packhorse.storage.space import ensure_space
+from packhorse.trainer.frozen_values import FrozenValues, ValueSource
 from packhorse.trainer.model_sources import CONFIG_NAME
 from packhorse.trainer.numerics import describe_numerics, list_changes
 from packhorse.trainer.preparation import PreparedRun
@@ -35,15 +37,28 @@ class RunSaver:
 
     Args:
         dtypes: of the parameters at their source, by canonical name.
+        source: where the run's values come from; read at each save where `reads_source`.
     """
 
     def __init__(
-        self, session: Session, prepared: PreparedRun, plan: Plan, dtypes: Mapping[str, str]
+        self,
+        session: Session,
+        prepared: PreparedRun,
+        plan: Plan,
+        *,
+        dtypes: Mapping[str, str],
+        source: ValueSource,
     ) -> None:
         self._session = session
         self._prepared = prepared
         self._plan = plan
         self._tensors = plan_tensors(session.model, session.layout, saved_dtypes=dtypes)
+        self._frozen = FrozenValues(session.model, session.layout, dtypes, source)
+
+    @property
+    def reads_source(self) -> bool:
+        """Whether saves read the source again: the run holds frozen parameters rounded."""
+        return bool(self._frozen.states)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -89,7 +104,7 @@ class RunSaver:
             add_files=self._add_files(),
             model_only=recipe.save_only_model,
         ) as writer:
-            self._session.hand_out(writer.states, writer.write)
+            self._hand_out(writer.states, writer.write)
             return writer.commit(save_total_limit=recipe.save_total_limit)
 
     def save_model(self) -> Path:
@@ -100,7 +115,7 @@ class RunSaver:
         """
         folder = self._prepared.recipe.run_folder
         with ModelWriter(folder, self._tensors, add_files=self._add_files()) as writer:
-            self._session.hand_out(writer.states, writer.write)
+            self._hand_out(writer.states, writer.write)
             return writer.commit()
 
     def check_state(self, state: RunState) -> tuple[str, ...]:
@@ -151,6 +166,10 @@ class RunSaver:
             optimizer=_describe_optimizer(prepared),
             trainer={"num_steps": data.num_steps, "model": prepared.recipe.model_name_or_path},
         )
+
+    def _hand_out(self, states: frozenset[tuple[str, str]], take: Callable[[Piece], None]) -> None:
+        self._session.hand_out(states - self._frozen.states, take)
+        self._frozen.hand_out(take)
 
     def _add_files(self) -> AddFiles:
         source, tokenizer = self._prepared.source, self._prepared.data.tokenizer

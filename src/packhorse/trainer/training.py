@@ -33,6 +33,7 @@ from packhorse.runtime.engine import StepResult
 from packhorse.runtime.memory.heap import trim_heap
 from packhorse.timeline.files import format_timeline
 from packhorse.timeline.spec import Timeline
+from packhorse.trainer.frozen_values import SavedWeights, ValueSource
 from packhorse.trainer.observer import (
     EvaluationReport,
     Observer,
@@ -122,7 +123,11 @@ def train(
         )
         weights = prepared.open_weights()
         stack.callback(weights.close)
-        saver = RunSaver(session, prepared, plan, weights.dtypes)
+        source: ValueSource = weights
+        if beginning.checkpoint is not None:
+            source = SavedWeights(beginning.checkpoint)
+            stack.callback(source.close)
+        saver = RunSaver(session, prepared, plan, dtypes=weights.dtypes, source=source)
         finished, notes = 0, [f"{s.path.name} is skipped: {s.reason}" for s in beginning.skipped]
         watcher = observer or SilentObserver()
         watcher.progressed("loading", 0, None)
@@ -136,7 +141,12 @@ def train(
             if not isinstance(resume, StartFresh):
                 notes.append("there is no checkpoint to resume from, so the run begins at step 1")
             session.begin(weights)
-        weights.close()
+        if saver.reads_source:
+            source.release()
+        else:
+            source.close()
+        if source is not weights:
+            weights.close()
         trim_heap()
         folder = stack.enter_context(RunFolder(recipe.run_folder, finished_steps=finished))
         notes += [f"removed what an interrupted save left: {path.name}" for path in cleared]

@@ -71,9 +71,13 @@ class FolderWeights:
             self._cached = (parameter, self._convert(parameter))
         destination.copy_(self._cached[1].reshape(-1)[start:stop])
 
+    def release(self) -> None:
+        """See WeightSource."""
+        self._cached = None
+
     def close(self) -> None:
         """Close the files."""
-        self._cached = None
+        self.release()
         self._files.close()
 
     def _find_places(self, folder: Path) -> tuple[dict[str, str], dict[str, _Converted]]:

@@ -30,6 +30,10 @@ class WeightSource(Protocol):
         """Write elements [start, stop) of a parameter into a 1-D float tensor."""
         ...
 
+    def release(self) -> None:
+        """Give memory back; more can be read afterwards."""
+        ...
+
     def close(self) -> None:
         """Give files and memory back."""
         ...
@@ -55,6 +59,9 @@ class ModuleWeights:
     def read_into(self, parameter: str, start: int, stop: int, destination: Tensor) -> None:
         """See WeightSource."""
         destination.copy_(self._tensors[parameter].reshape(-1)[start:stop])
+
+    def release(self) -> None:
+        """See WeightSource; the values are the module's own."""
 
     def close(self) -> None:
         """Forget the values."""
@@ -91,9 +98,13 @@ class RandomWeights:
             self._owner = owner
         destination.copy_(self._values[leaf].reshape(-1)[start:stop])
 
+    def release(self) -> None:
+        """See WeightSource."""
+        self._values, self._owner = {}, None
+
     def close(self) -> None:
         """Forget the values."""
-        self._values, self._owner = {}, None
+        self.release()
 
     @torch.no_grad()
     def _initialise(self, owner: str) -> dict[str, Tensor]:
