@@ -54,10 +54,12 @@ def offer(tmp_path: Path, rows: int, **options: object) -> Candidates:
     return trace_candidates(Speaker(), example(rows), REQUEST, machine, global_rows=rows, **options)
 
 
-def test_rows_are_powers_of_two_that_divide_the_step():
-    assert choose_rows(12) == (1, 2, 4)
+def test_rows_are_a_few_divisors_of_the_step_and_the_whole_of_it():
+    assert choose_rows(12) == (1, 2, 4, 6, 12)
     assert choose_rows(8) == (1, 2, 4, 8)
-    assert choose_rows(7) == (1,)
+    assert choose_rows(7) == (1, 7)
+    assert choose_rows(6) == (1, 2, 3, 6)
+    assert choose_rows(60) == (1, 2, 4, 6, 15, 30, 60)
     assert choose_rows(12, 6) == (6,)
     with pytest.raises(InputError, match="cannot be cut into micro-batches of 5"):
         choose_rows(12, 5)

@@ -66,6 +66,29 @@ def test_strategies_are_translated():
 
 
 @pytest.mark.parametrize(
+    ("text", "bad"),
+    [
+        ("max_seq_length: 512\ncutoff_len: 1024\n", "max_seq_length: it is called max_length"),
+        ("max_length: 512\ncutoff_len: 512\n", "cutoff_len: it is called max_length here"),
+        ("eval_strategy: no\neval_steps: 100\n", "eval_strategy: no contradicts eval_steps: 100"),
+        ("eval_steps: 100\neval_strategy: no\n", "eval_strategy: no contradicts eval_steps: 100"),
+        ("evaluation_steps: 9\neval_strategy: no\n", "no contradicts evaluation_steps: 9"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_errors(text: str, bad: str):
+    with pytest.raises(RecipeError) as caught:
+        read(text)
+    assert bad in str(caught.value)
+
+
+def test_a_setting_inside_of_a_text_is_refused():
+    text = "budget: device=1GiB,disk=2GiB\n"
+    with pytest.raises(RecipeError, match=r"budget\.disk cannot be set: the recipe's budget is"):
+        read(text, "budget.disk=3GiB")
+    assert read(text, "budget=device=3GiB").recipe.granted.device_bytes == 3 << 30
+
+
+@pytest.mark.parametrize(
     ("key", "names"),
     [
         ("gradient_checkpointing: true", "recompute"),

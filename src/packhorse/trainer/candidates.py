@@ -199,7 +199,9 @@ def trace_plan(
 
 
 def choose_rows(global_rows: int, pinned: int | None = None) -> tuple[int, ...]:
-    """List the micro-batch sizes to consider: powers of two that divide the step, or the pinned.
+    """List the micro-batch sizes to consider: a few divisors of the step, or the pinned.
+
+    Each is the largest divisor up to a power of two; the whole step is always one of them.
 
     Raises:
         InputError: the pinned rows do not divide the rows of a step.
@@ -212,9 +214,12 @@ def choose_rows(global_rows: int, pinned: int | None = None) -> tuple[int, ...]:
                 fix=f"choose a divisor of {global_rows}",
             )
         return (pinned,)
-    return tuple(
-        1 << power for power in range(global_rows.bit_length()) if global_rows % (1 << power) == 0
+    limits = [1 << power for power in range(global_rows.bit_length() + 1)]
+    found = (
+        next(rows for rows in range(min(limit, global_rows), 0, -1) if global_rows % rows == 0)
+        for limit in limits
     )
+    return tuple(dict.fromkeys(found))
 
 
 def find_attention(module: nn.Module) -> Literal["causal", "eager", "native"]:

@@ -148,8 +148,17 @@ def _apply_setting(content: dict[str, object], setting: str) -> None:
     except yaml.YAMLError as error:
         raise RecipeError(f"the value of {key} is no YAML: {text!r}", where="--set") from error
     target = content
-    for part in path[:-1]:
+    for depth, part in enumerate(path[:-1], start=1):
         inner = target.get(part)
+        if inner is not None and not isinstance(inner, Mapping):
+            outer = ".".join(path[:depth])
+            raise RecipeError(
+                f"{key.strip()} cannot be set: the recipe's {outer} is {inner!r}, which has no"
+                " keys",
+                where="--set",
+                fix=f"give all of it: --set '{outer}={{...}}', or write {outer} as keys in the"
+                " recipe",
+            )
         # A copy: the mapping that the caller gave stays as it was.
         copied: dict[str, object] = {}
         if isinstance(inner, Mapping):

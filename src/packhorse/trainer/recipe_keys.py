@@ -113,14 +113,15 @@ def translate_keys(content: Mapping[str, object], known: Iterable[str]) -> Trans
                 )
             )
         elif key in _STRATEGIES:
-            _translate_strategy(key, value, values, warnings, bad)
+            _translate_strategy(key, value, content, values, warnings, bad)
         elif key in RENAMED:
             target = RENAMED[key]
-            if target in content:
+            others = [other for other in _names_of(target, content) if other != key]
+            if others:
                 bad.append(
                     BadKey(
                         key=key,
-                        what=f"it is called {target} here, which is given as well",
+                        what=f"it is called {target} here, and {others[0]} gives that as well",
                         fix=f"keep {target} alone",
                     )
                 )
@@ -150,9 +151,15 @@ def _unknown(key: str, names: tuple[str, ...]) -> BadKey:
     return BadKey(key=key, what="there is no such key", fix=fix)
 
 
+def _names_of(target: str, content: Mapping[str, object]) -> list[str]:
+    """List the names, its own and those of other tools, under which a recipe gives a key."""
+    return [key for key in content if RENAMED.get(key, key) == target]
+
+
 def _translate_strategy(
     key: str,
     value: object,
+    content: Mapping[str, object],
     values: dict[str, object],
     warnings: list[str],
     bad: list[BadKey],
@@ -160,6 +167,16 @@ def _translate_strategy(
     target = _STRATEGIES[key]
     if value in ("no", False):
         # YAML reads a bare `no` as false.
+        given = [name for name in _names_of(target, content) if content[name] is not None]
+        if given:
+            bad.append(
+                BadKey(
+                    key=key,
+                    what=f"no contradicts {given[0]}: {content[given[0]]}",
+                    fix="keep one of them",
+                )
+            )
+            return
         values[target] = None
         warnings.append(f"{key}: no is written {target}: null here")
     elif value == "steps":
