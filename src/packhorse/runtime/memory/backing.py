@@ -26,11 +26,6 @@ class Backing(Protocol):
         """Address of the first byte."""
         ...
 
-    @property
-    def grain_bytes(self) -> int:
-        """What commit and drop round to; chunks begin at multiples of it."""
-        ...
-
     def tensor(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
         """A 1-D view of a range, committed or not; it must not be touched while dropped."""
         ...
@@ -67,11 +62,6 @@ class HostBacking:
     def address(self) -> int:
         """Address of the first byte."""
         return self._mapping.address
-
-    @property
-    def grain_bytes(self) -> int:
-        """Pages."""
-        return PAGE_BYTES
 
     def tensor(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
         """A 1-D view of a range."""

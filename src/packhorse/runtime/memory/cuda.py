@@ -6,8 +6,9 @@ In: a size and a device. Out: the same interface as on CPU, by the driver's virt
     cuMemCreate, cuMemMap, cuMemSetAccess  commit: physical memory behind a chunk's range
     cuMemUnmap, cuMemRelease               drop
 
-Every committed range begins and ends at a multiple of the driver's granularity (2 MiB today). The
-caller has synchronised with whatever uses a range before it is dropped.
+The driver maps whole granules (2 MiB today). Ranges may share a granule at their ends: it stays
+mapped until the last of them is dropped. The caller has synchronised with whatever uses a range
+before it is dropped.
 """
 
 from __future__ import annotations
@@ -83,6 +84,9 @@ class CudaBacking:
 
     def __init__(self, size_bytes: int, *, device: int, driver: Driver = None) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1") if driver is None else driver
+        self._committed: dict[int, int] = {}
+        self._granules: dict[int, tuple[ctypes.c_uint64, int]] = {}
+        self._grain = 0
         self._location = _Location(type=_ON_DEVICE, id=device)
         self._properties = _AllocationProperties(type=_PINNED, location=self._location)
         grain = ctypes.c_size_t()
@@ -104,17 +108,11 @@ class CudaBacking:
             ctypes.c_uint64(0),
         )
         self._address = address.value
-        self._handles: dict[int, tuple[ctypes.c_uint64, int]] = {}
 
     @property
     def address(self) -> int:
         """Device address of the first byte."""
         return self._address
-
-    @property
-    def grain_bytes(self) -> int:
-        """The driver's granularity."""
-        return self._grain
 
     def tensor(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
         """A 1-D view of a range of the device's memory."""
@@ -123,50 +121,56 @@ class CudaBacking:
         return view if view.dtype == dtype else view.view(dtype)
 
     def commit(self, offset: int, size_bytes: int) -> None:
-        """Map physical memory behind a range.
+        """Map physical memory behind a range; one that is committed stays so.
 
         Raises:
             RunFailedError: the device has no memory left: something else uses it.
         """
-        if offset in self._handles:
+        if offset in self._committed:
             return
-        size = self._round(size_bytes)
-        handle = ctypes.c_uint64()
-        self._call(
-            "cuMemCreate",
-            ctypes.byref(handle),
-            ctypes.c_size_t(size),
-            ctypes.byref(self._properties),
-            ctypes.c_uint64(0),
-        )
-        place = ctypes.c_uint64(self._address + offset)
-        self._call(
-            "cuMemMap", place, ctypes.c_size_t(size), ctypes.c_size_t(0), handle, ctypes.c_uint64(0)
-        )
-        access = _Access(location=self._location, flags=_READ_WRITE)
-        self._call(
-            "cuMemSetAccess", place, ctypes.c_size_t(size), ctypes.byref(access), ctypes.c_size_t(1)
-        )
-        self._handles[offset] = (handle, size)
+        for granule in self._granules_of(offset, size_bytes):
+            handle, num_users = self._granules.get(granule, (None, 0))
+            self._granules[granule] = (handle or self._map(granule), num_users + 1)
+        self._committed[offset] = size_bytes
 
     def drop(self, offset: int, size_bytes: int) -> None:
-        """Unmap a range and release its memory; a range that is not mapped stays so."""
+        """Unmap a range and release its memory; a range that is not committed stays so."""
         del size_bytes
-        found = self._handles.pop(offset, None)
-        if found is not None:
-            handle, size = found
-            self._call("cuMemUnmap", ctypes.c_uint64(self._address + offset), ctypes.c_size_t(size))
+        held = self._committed.pop(offset, None)
+        if held is None:
+            return
+        for granule in self._granules_of(offset, held):
+            handle, num_users = self._granules.pop(granule)
+            if num_users > 1:
+                self._granules[granule] = (handle, num_users - 1)
+                continue
+            place = ctypes.c_uint64(self._address + granule)
+            self._call("cuMemUnmap", place, ctypes.c_size_t(self._grain))
             self._call("cuMemRelease", handle)
 
     def close(self) -> None:
         """Release everything, the addresses too."""
-        for offset in tuple(self._handles):
+        for offset in tuple(self._committed):
             self.drop(offset, 0)
         if self._address:
             self._call(
                 "cuMemAddressFree", ctypes.c_uint64(self._address), ctypes.c_size_t(self._size)
             )
             self._address = 0
+
+    def _granules_of(self, offset: int, size_bytes: int) -> range:
+        return range(offset // self._grain * self._grain, offset + size_bytes, self._grain)
+
+    def _map(self, granule: int) -> ctypes.c_uint64:
+        handle = ctypes.c_uint64()
+        size = ctypes.c_size_t(self._grain)
+        properties = ctypes.byref(self._properties)
+        self._call("cuMemCreate", ctypes.byref(handle), size, properties, ctypes.c_uint64(0))
+        place = ctypes.c_uint64(self._address + granule)
+        self._call("cuMemMap", place, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+        access = _Access(location=self._location, flags=_READ_WRITE)
+        self._call("cuMemSetAccess", place, size, ctypes.byref(access), ctypes.c_size_t(1))
+        return handle
 
     def _round(self, size_bytes: int) -> int:
         return -(-size_bytes // self._grain) * self._grain
@@ -188,4 +192,4 @@ class CudaBacking:
         )
 
     def _held_bytes(self) -> int:
-        return sum(size for _, size in self._handles.values()) if hasattr(self, "_handles") else 0
+        return len(self._granules) * self._grain
