@@ -233,6 +233,19 @@ def test_compare_takes_a_run_folder_or_two_timelines(shell, plan_folder):
     assert shell("compare", predicted, measured, measured).code == 2
 
 
+def test_compare_lays_the_process_beside_the_plan(shell, plan_folder):
+    for name in ("predicted", "measured"):
+        shell("simulate", plan_folder, "--out", plan_folder / f"timeline-{name}.json")
+    assert shell("compare", plan_folder, "--json").document["process_bytes"] is None
+    lines = [{"step": 1, "process_gib": 0.25}, {"step": 2, "process_gib": 0.5}]
+    (plan_folder / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    plan = read_plan(plan_folder / "plan.json")
+    assert plan.prediction is not None
+    found = shell("compare", plan_folder, "--json").document["process_bytes"]
+    assert found["measured"] == 1 << 29
+    assert found["predicted"] == sum(plan.prediction.peak_bytes["device"].values())
+
+
 def make_leftovers(folder: Path) -> None:
     (folder / "checkpoint-4.tmp-0123abcd").mkdir(parents=True)
     (folder / "checkpoint-4.tmp-0123abcd" / "model.safetensors").write_bytes(bytes(1000))

@@ -56,6 +56,21 @@ def test_different_tasks_are_not_paired():
     assert "single tasks are not compared" in render(comparison_table(comparison))
 
 
+def test_the_process_stands_beside_the_ledger():
+    step = make_step()
+    process = Difference(name="peak", predicted=90 * MIB, measured=100 * MIB)
+    comparison = compare_timelines(step, step, process=process)
+    lines = render(comparison_table(comparison)).splitlines()
+    title = next(i for i, line in enumerate(lines) if line.startswith("process, libraries left"))
+    assert lines[title + 1].split() == ["peak", "90.0", "MiB", "100", "MiB", "-10.0", "%"]
+    assert comparison_as_dict(comparison)["process_bytes"] == {
+        "predicted": 90 * MIB,
+        "measured": 100 * MIB,
+        "error": pytest.approx(-0.1),
+    }
+    assert comparison_as_dict(compare_timelines(step, step))["process_bytes"] is None
+
+
 def test_the_table_and_the_dict(golden):
     comparison = compare_timelines(make_step(), make_step(slowness=2, source="measured"))
     golden("report/comparison.txt", render(comparison_table(comparison)))

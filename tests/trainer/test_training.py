@@ -38,6 +38,7 @@ from packhorse.errors import (
     StorageError,
 )
 from packhorse.trainer.observer import SilentObserver, StepReport, TrainResult
+from packhorse.trainer.process_memory import largest_resident_bytes
 from packhorse.trainer.run_folder import (
     Beginning,
     Resume,
@@ -51,6 +52,7 @@ from packhorse.trainer.run_folder import (
 )
 from packhorse.trainer.session import Session
 from packhorse.trainer.training import train
+from packhorse.units import GIB
 
 FRESH = StartFresh()
 CURVE = ("step", "epoch", "loss", "eval_loss", "grad_norm", "learning_rate")
@@ -92,6 +94,7 @@ def run(
     *,
     resume: Resume = FRESH,
     observer: SilentObserver | None = None,
+    baseline_bytes: int | None = None,
     **changes: object,
 ) -> TrainResult:
     machine = make_machine(folder)
@@ -108,6 +111,7 @@ def run(
         traced=traced.traced,
         resume=resume,
         observer=observer,
+        baseline_bytes=baseline_bytes,
         audit=True,
     )
 
@@ -458,6 +462,23 @@ def test_a_plan_for_another_batch_is_refused(tmp_path: Path):
     other = prepare(tmp_path, machine, global_batch_size=8)
     with pytest.raises(RecipeError, match="the recipe asks for 8"):
         train(other, plan=plan, machine=machine)
+
+
+def test_the_memory_of_the_process_is_measured_beside_the_ledger(tmp_path: Path):
+    seen: list[int | None] = []
+
+    class Watcher(SilentObserver):
+        def stepped(self, report: StepReport) -> None:
+            seen.append(report.process_bytes)
+
+    run(tmp_path, max_steps=1)
+    assert "process_gib" not in read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+    before = largest_resident_bytes()
+    run(tmp_path, max_steps=2, output_dir=str(tmp_path / "told"), observer=Watcher(),
+        baseline_bytes=before - (64 << 20))  # fmt: skip
+    lines = read_metrics(tmp_path / "told" / "metrics.jsonl")
+    assert [line["process_gib"] for line in lines] == [(size or 0) / GIB for size in seen]
+    assert 64 << 20 <= (seen[0] or 0) <= (seen[1] or 0) <= largest_resident_bytes()
 
 
 def test_old_checkpoints_go_and_the_folder_is_complete(tmp_path: Path):

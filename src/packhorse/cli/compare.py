@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from packhorse.cli.options import AsJson
 from packhorse.errors import InputError
+
+if TYPE_CHECKING:
+    from packhorse.report.compare import Difference
 
 _PREDICTED: Final = "timeline-predicted.json"
 _MEASURED: Final = "timeline-measured.json"
@@ -39,7 +42,8 @@ def compare_runs(
     screen = Screen(as_json=as_json)
     first, second = _find_pair(paths)
     predicted, measured = read_timeline(first), read_timeline(second)
-    comparison = compare_timelines(predicted, measured, num_tasks=tasks)
+    process = find_process(paths[0]) if len(paths) == 1 else None
+    comparison = compare_timelines(predicted, measured, num_tasks=tasks, process=process)
     screen.show(comparison_table(comparison))
     if trace is not None:
         write_output(trace, format_trace(predicted, measured))
@@ -47,6 +51,29 @@ def compare_runs(
     screen.answer(
         {"predicted": str(first), "measured": str(second)} | comparison_as_dict(comparison)
     )
+
+
+def find_process(folder: Path) -> Difference | None:
+    """Lay what the plan of a run promises of the process beside what the run's metrics say of it.
+
+    None where there is no plan with a prediction, or a run without that metric.
+    """
+    from packhorse.plan.files import read_plan
+    from packhorse.report.compare import Difference
+    from packhorse.trainer.run_folder import METRICS_NAME, PLAN_NAME, read_metrics
+    from packhorse.units import GIB
+
+    if not (folder / PLAN_NAME).is_file():
+        return None
+    plan = read_plan(folder / PLAN_NAME)
+    sizes = [line.get("process_gib") for line in read_metrics(folder / METRICS_NAME)]
+    largest = max((size for size in sizes if size is not None), default=None)
+    if plan.prediction is None or largest is None:
+        return None
+    # Beside a GPU the process lives in the host's memory.
+    causes = plan.prediction.peak_bytes.get("device" if plan.numerics.device == "cpu" else "host")
+    predicted = 0 if causes is None else sum(causes.values())
+    return Difference(name="peak", predicted=predicted, measured=round(largest * GIB))
 
 
 def _find_pair(paths: list[Path]) -> tuple[Path, Path]:

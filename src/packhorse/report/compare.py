@@ -2,7 +2,8 @@
 
 In: two timelines, as a rule a simulated and a measured one of the same program. Out: a
 `Comparison`: step time, busy time per lane and per kind of task, peak per pool, and the tasks that
-differ most. Errors are relative to the measured side.
+differ most. Errors are relative to the measured side. The peaks of both sides are ledgers: what
+the kernel says of the whole process is laid beside them where it is known.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Comparison:
     """Two timelines side by side.
 
     `lanes` and `kinds` are busy times in ns, `pools` are peaks in bytes. `tasks` are the durations
-    in ns that differ most, most first; it is empty unless both sides ran the same tasks.
+    in ns that differ most, most first; it is empty unless both sides ran the same tasks. `process`
+    is the memory of the whole process, in bytes.
     """
 
     same_tasks: bool
@@ -49,16 +51,24 @@ class Comparison:
     lanes: tuple[Difference, ...]
     kinds: tuple[Difference, ...]
     pools: tuple[Difference, ...]
+    process: Difference | None
     tasks: tuple[Difference, ...]
 
 
-def compare_timelines(predicted: Timeline, measured: Timeline, *, num_tasks: int = 5) -> Comparison:
+def compare_timelines(
+    predicted: Timeline,
+    measured: Timeline,
+    *,
+    num_tasks: int = 5,
+    process: Difference | None = None,
+) -> Comparison:
     """Compare two timelines.
 
     Args:
         predicted: one side, as a rule simulated.
         measured: the other side, to which errors are relative.
         num_tasks: how many of the tasks that differ most are listed.
+        process: memory of the whole process, where a plan and a run say it.
     """
     same_tasks = [(s.index, s.name) for s in predicted.spans] == [
         (s.index, s.name) for s in measured.spans
@@ -89,6 +99,7 @@ def compare_timelines(predicted: Timeline, measured: Timeline, *, num_tasks: int
             )
             for pool in dict.fromkeys([*peaks_predicted, *peaks_measured])
         ),
+        process=process,
         tasks=_differing_tasks(predicted, measured)[:num_tasks] if same_tasks else (),
     )
 
@@ -101,6 +112,7 @@ def comparison_as_dict(comparison: Comparison) -> dict[str, object]:
         "lanes_ns": {each.name: _as_dict(each) for each in comparison.lanes},
         "kinds_ns": {each.name: _as_dict(each) for each in comparison.kinds},
         "peak_bytes": {each.name: _as_dict(each) for each in comparison.pools},
+        "process_bytes": None if comparison.process is None else _as_dict(comparison.process),
         "tasks_ns": [{"name": each.name} | _as_dict(each) for each in comparison.tasks],
     }
 

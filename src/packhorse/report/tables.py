@@ -27,6 +27,8 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     _add_rows(table, "busy time by lane", comparison.lanes, format_ns)
     _add_rows(table, "busy time by kind of task", comparison.kinds, format_ns)
     _add_rows(table, "peak by pool", comparison.pools, format_bytes)
+    if comparison.process is not None:
+        _add_rows(table, "process, libraries left out", (comparison.process,), format_bytes)
     _add_rows(table, "tasks that differ most", comparison.tasks, format_ns)
     if comparison.same_tasks:
         return table

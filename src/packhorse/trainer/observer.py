@@ -31,7 +31,9 @@ class StepReport:
 
     `grad_norm` is the norm before clipping, None without it. `mfu` is the share of the machine's
     best matmul rate that forward and backward of the model make up. `peak_bytes` is by tier, the
-    largest use of its pools in this step.
+    largest use of its pools in this step, as the runtime's ledger has it. `process_bytes` is the
+    most that the process held so far beside its libraries, as the kernel has it; None where
+    nobody said what the libraries take.
     """
 
     step: int
@@ -43,6 +45,7 @@ class StepReport:
     tokens_per_second: float
     mfu: float
     peak_bytes: Mapping[str, int]
+    process_bytes: int | None
     disk_read_bytes: int
     disk_written_bytes: int
 

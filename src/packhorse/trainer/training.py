@@ -43,6 +43,7 @@ from packhorse.trainer.observer import (
     TrainResult,
 )
 from packhorse.trainer.preparation import PreparedRun, trace_for_plan
+from packhorse.trainer.process_memory import largest_resident_bytes
 from packhorse.trainer.recipe_files import format_recipe
 from packhorse.trainer.reporters import MetricsReporter, open_reporters
 from packhorse.trainer.run_data import model_inputs
@@ -78,6 +79,7 @@ def train(
     predicted: Timeline | None = None,
     resume: Resume = StartFresh(),  # noqa: B008 a frozen value
     observer: Observer | None = None,
+    baseline_bytes: int | None = None,
     audit: bool = False,
 ) -> TrainResult:
     """Run a recipe under a plan.
@@ -90,6 +92,8 @@ def train(
         predicted: what the plan promises of a step, for the run folder.
         resume: where to begin.
         observer: who watches.
+        baseline_bytes: `measure_baseline()` of before; what the process takes beyond it is
+            reported.
         audit: check every task against what it declares (slow).
 
     Raises:
@@ -166,6 +170,7 @@ def train(
             signals=signals,
             peak_flops_per_s=_peak_rate(machine, plan),
             resumed_from=beginning.checkpoint,
+            baseline_bytes=baseline_bytes,
         )
         for text in notes:
             run.note(text)
@@ -191,6 +196,7 @@ class _Run:
     signals: StopSignals
     peak_flops_per_s: float
     resumed_from: Path | None
+    baseline_bytes: int | None
 
     def go(self, finished: int) -> TrainResult:
         recipe, data = self.prepared.recipe, self.prepared.data
@@ -293,6 +299,7 @@ class _Run:
             tokens_per_second=batch.num_tokens / step_s,
             mfu=self.session.step_flops / step_s / self.peak_flops_per_s,
             peak_bytes=self._peaks(result),
+            process_bytes=self._process_bytes(),
             disk_read_bytes=result.disk_read_bytes,
             disk_written_bytes=result.disk_written_bytes,
         )
@@ -320,6 +327,8 @@ class _Run:
             "mfu": report.mfu,
         }
         metrics |= {f"{tier}_gib": peak / GIB for tier, peak in report.peak_bytes.items()}
+        if report.process_bytes is not None:
+            metrics["process_gib"] = report.process_bytes / GIB
         metrics["disk_read_gib"] = report.disk_read_bytes / GIB
         metrics["disk_written_gib"] = report.disk_written_bytes / GIB
         self._write_metrics(report.step, metrics)
@@ -425,6 +434,11 @@ class _Run:
         for pool, peak in result.timeline.peak_bytes.items():
             peaks[tiers[pool]] = peaks.get(tiers[pool], 0) + peak
         return peaks
+
+    def _process_bytes(self) -> int | None:
+        if self.baseline_bytes is None:
+            return None
+        return max(0, largest_resident_bytes() - self.baseline_bytes)
 
 
 def _is_due(step: int, interval: int | None) -> bool:
