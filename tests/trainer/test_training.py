@@ -314,6 +314,22 @@ def test_a_signal_while_the_checkpoint_is_checked_stops_at_once(
         run(tmp_path, resume=ResumeNewest())
 
 
+class SignalWhileLoading(SilentObserver):
+    def progressed(self, what: str, done: int, total: int | None) -> None:
+        if what == "loading":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_stop_right_after_resuming_from_another_folder_can_be_resumed(tmp_path: Path):
+    with pytest.raises(Killed):
+        run(tmp_path, observer=KillAt(4), output_dir=str(tmp_path / "other"))
+    resume = ResumeFrom(path=tmp_path / "other" / "checkpoint-3")
+    with pytest.raises(StoppedError, match="after step 3"):
+        run(tmp_path, resume=resume, observer=SignalWhileLoading())
+    result = run(tmp_path, resume=ResumeNewest())
+    assert result.resumed_from == tmp_path / "run" / "checkpoint-3"
+
+
 def test_a_checkpoint_that_made_room_for_one_that_never_came_is_resumed(tmp_path: Path):
     with pytest.raises(Killed):
         run(tmp_path, observer=KillAt(4))

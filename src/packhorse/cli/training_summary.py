@@ -5,6 +5,7 @@ In: what was planned and what was seen. Out: a rich table, lines to copy, or a J
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -126,7 +127,10 @@ def summary_as_dict(planned: Planned, summary: Summary) -> dict[str, object]:
         "steps": summary.result.num_steps if summary.result else None,
         "first_loss": summary.first_loss[1] if summary.first_loss else None,
         "loss": summary.last_loss[1] if summary.last_loss else None,
-        "eval_losses": [{"step": step, "eval_loss": loss} for step, loss in summary.eval_losses],
+        "eval_losses": [
+            {"step": step, "eval_loss": loss if math.isfinite(loss) else None}
+            for step, loss in summary.eval_losses
+        ],
         "wall_s": summary.result.wall_s if summary.result else None,
         "tokens_per_second": summary.tokens_per_second,
         "step_ns": median_ns(summary),

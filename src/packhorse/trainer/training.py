@@ -211,7 +211,7 @@ class _Run:
         self._announce(finished)
         loss: float | None = None
         eval_loss: float | None = None
-        saved_step = finished if self.resumed_from is not None else None
+        saved_step = finished if self._is_own(self.resumed_from) else None
         if not self._is_evaluated(finished):
             # At step 0, or put off by the signal that stopped the run.
             eval_loss = self._evaluate(finished)
@@ -242,6 +242,9 @@ class _Run:
         self.folder.write_log(f"finished after step {num_steps}")
         self.observer.finished(result)
         return result
+
+    def _is_own(self, checkpoint: Path | None) -> bool:
+        return checkpoint is not None and checkpoint.resolve().parent == self.folder.path.resolve()
 
     def note(self, text: str) -> None:
         self.folder.write_log(text)
