@@ -15,6 +15,7 @@ from packhorse.cli.init import suggest_length
 from packhorse.cli.samples import Sample
 from packhorse.cli.training_screen import TrainingScreen
 from packhorse.trainer.observer import SilentObserver
+from packhorse.trainer.saving import RunSaver
 from packhorse.units import GIB
 
 
@@ -94,16 +95,20 @@ def test_data_counts_and_shows_rows(shell, recipe):
     assert document["steps"] == 3
 
 
-def test_plan_writes_four_files_that_agree(shell, planned):
+def test_plan_writes_five_files_that_agree(shell, planned):
     folder, document = planned.parent, json.loads((planned.parent / "answer.json").read_text())
     assert document["run"]["steps"] == 3
     assert {choice["value"] for choice in document["choices"]} >= {"recompute"}
     assert [Path(name).name for name in document["files"]] == [
-        "plan.json", "model.json", "machine.json", "profile.json",
+        "plan.json", "model.json", "machine.json", "profile.json", "run.json",
     ]  # fmt: skip
     assert shell("check", planned).code == 0
     simulated = shell("simulate", planned, "--out", folder / "t.json", "--json").document
     assert simulated["makespan_ns"] == document["step_ns"]
+    explained = shell("explain", planned, "--json").document
+    assert explained == {key: value for key, value in document.items() if key != "files"}
+    assert explained["clipping"].startswith("Clipping takes")
+    assert shell("check", folder / "run.json").code == 0
 
 
 def test_a_plan_that_does_not_fit_names_a_budget_and_writes_nothing(shell, recipe, tmp_path):
@@ -176,6 +181,44 @@ def test_train_by_a_plan_that_needs_too_much_is_refused(shell, recipe, planned):
     done = train(shell, recipe, "--plan", planned, "--budget", "device=64KiB")
     assert (done.code, done.out) == (3, "")
     assert "tier device: need" in done.err
+
+
+def test_what_a_plan_file_promises_is_not_believed(shell, recipe, planned, tmp_path):
+    promising = tmp_path / "plan.json"
+    for prediction in (None, {"peak_bytes": {"device": {}, "disk": {}}}):
+        content = json.loads(planned.read_text())
+        changed = prediction and content["prediction"] | prediction
+        promising.write_text(json.dumps(content | {"prediction": changed}))
+        done = train(shell, recipe, "--plan", promising, "--budget", "device=64KiB")
+        assert (done.code, done.out) == (3, ""), done.err
+        assert "tier device: need" in done.err
+
+
+def test_the_estimate_of_a_run_counts_its_evaluations_and_what_is_saved(shell, tmp_path):
+    recipe = write_tiny_recipe(tmp_path, eval_split=0.25, eval_steps=2, num_train_epochs=1)
+    folder = tmp_path / "planned"
+    planned = shell(
+        "plan", recipe, "--json", "--machine", tmp_path / "machine.json",
+        "--out", folder / "plan.json",
+    )  # fmt: skip
+    assert planned.code == 0, planned.err
+    run = planned.document["run"]
+    # Before the first step, after the second and after the third.
+    assert run["evaluations"] == 3
+    assert run["evaluation_ns"] > 0
+    started = RunSaver.ensure_space
+    sizes: list[int] = []
+
+    def note(self: RunSaver, **steps: int) -> None:
+        sizes.extend((self.checkpoint_bytes, self.model_bytes))
+        started(self, **steps)
+
+    with mock.patch.object(RunSaver, "ensure_space", note):
+        done = train(shell, recipe, "--plan", folder / "plan.json")
+    assert done.code == 0, done.err
+    assert sizes == [run["checkpoint_bytes"], run["weights_bytes"]]
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert sum("eval_loss" in line for line in metrics) == run["evaluations"]
 
 
 def test_train_for_a_device_that_is_not_here_is_refused_before_planning(

@@ -106,3 +106,16 @@ def test_patterns_must_fit_something():
     with pytest.raises(RecipeError) as caught:
         read_pins({"optimizer": {"embed.wieght": "disk"}}).check(model)
     assert "'embed.weight'" in str(caught.value)
+
+
+def test_activations_may_be_pinned_by_the_name_in_plan_files():
+    assert read_pins({"activations": "recompute"}) == read_pins({"recompute": "all"})
+    assert read_pins({"activations": "keep"}) == read_pins({"recompute": "none"})
+    with pytest.raises(RecipeError, match="one choice"):
+        read_pins({"activations": "keep", "recompute": "all"})
+
+
+def test_several_workers_are_refused_where_there_is_one():
+    assert read_pins({"num_workers": 1}).num_workers == 1
+    with pytest.raises(RecipeError, match="one process is one worker"):
+        read_pins({"numerics": {"num_workers": 2}})

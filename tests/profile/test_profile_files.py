@@ -29,7 +29,7 @@ def test_a_profile_is_read_back_exactly():
     ("key", "value", "what"),
     [
         ("kind", "packhorse/plan", "key 'kind'"),
-        ("version", 2, "key 'version'"),
+        ("version", 2, "version 2; this Packhorse reads versions up to 1"),
         ("rows", "1", "key 'rows'"),
         ("colour", 1, "key 'colour'"),
         ("bodies", {"embed": [1, 2]}, "key 'bodies.embed.2'"),

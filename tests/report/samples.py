@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from packhorse.machine.spec import Heap, Link, Machine
+from packhorse.machine.spec import Heap, Link, Machine, Tier
 from packhorse.plan.spec import BlockPlan, Choice, Prediction
 from packhorse.program.buffers import PoolId
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
@@ -25,7 +25,15 @@ MACHINE = Machine(
     num_cores=2,
     num_threads=2,
     bf16_native=False,
-    tiers=(),
+    tiers=(
+        Tier(
+            name="disk",
+            total_bytes=1 << 40,
+            budget_bytes=1 << 40,
+            path="scratch",
+            endurance_bytes=600 * 10**12,
+        ),
+    ),
     links=(Link(source="device", target="disk", bytes_per_s=1e9, latency_ns=0),),
     matmul=(),
     memory_bytes_per_s=1e10,

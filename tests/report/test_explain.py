@@ -5,10 +5,9 @@ import pytest
 
 from packhorse.plan.spec import BlockPlan, Choice
 from packhorse.report.choices import fold_choices, fold_names
-from packhorse.report.explain import explain_plan, explanation_as_dict, plan_table
-from packhorse.report.relief import find_relief, price_clipping
+from packhorse.report.explain import Advice, explain_plan, explanation_as_dict, plan_table
 from packhorse.report.run import estimate_run
-from tests.report.samples import MACHINE, make_predicted_plan, render
+from tests.report.samples import MACHINE, MIB, make_predicted_plan, render
 
 PLAN = make_predicted_plan()
 RUN = estimate_run(
@@ -17,14 +16,21 @@ RUN = estimate_run(
     num_steps=1200,
     num_saves=6,
     num_kept=2,
+    weights_bytes=540 * MIB,
+    checkpoint_bytes=1620 * MIB,
+    num_evaluations=7,
+    evaluation_ns=9_000_000_000,
     first_step_ns=23_000_000_000,
-    endurance_bytes=600 * 10**12,
+)
+ADVICE = Advice(
+    relief=tuple(f"{count} chunks stay: 1.00 GiB more" for count in range(7, 0, -1)),
+    clipping="Clipping takes 54.0 ms (1.2 %) of a step.",
 )
 
 
 def test_golden_texts(golden):
     golden("report/plan_table.txt", render(plan_table(PLAN, RUN), encoding="ascii"))
-    golden("report/explain.txt", render(explain_plan(PLAN, RUN), encoding="ascii"))
+    golden("report/explain.txt", render(explain_plan(PLAN, RUN, ADVICE), encoding="ascii"))
 
 
 def test_block_characters_where_the_terminal_has_them():
@@ -36,7 +42,7 @@ def test_block_characters_where_the_terminal_has_them():
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_no_line_is_wider_than_the_terminal(width, encoding):
-    for renderable in (explain_plan(PLAN, RUN), plan_table(PLAN, RUN), plan_table(PLAN)):
+    for renderable in (explain_plan(PLAN, RUN, ADVICE), plan_table(PLAN, RUN), plan_table(PLAN)):
         lines = render(renderable, width=width, encoding=encoding).splitlines()
         assert max(len(line) for line in lines) <= width
 
@@ -46,14 +52,16 @@ def test_a_plan_without_prediction_is_explained_too():
     for renderable in (explain_plan(plan), plan_table(plan)):
         assert "This plan has no prediction" in render(renderable)
     assert explanation_as_dict(plan)["step_ns"] is None
-    assert find_relief(plan) == ()
+    assert explanation_as_dict(plan)["relief"] is None
 
 
 def test_the_dict_says_the_same():
-    as_dict = json.loads(json.dumps(explanation_as_dict(PLAN, RUN)))
+    as_dict = json.loads(json.dumps(explanation_as_dict(PLAN, RUN, ADVICE)))
     assert as_dict["peak_bytes"]["disk"] == {"parameters": 540 << 20, "optimizer": 1080 << 20}
     assert as_dict["bottleneck"] == "compute: 79.8 % of the step"
     assert as_dict["run"]["steps"] == 1200
+    assert len(as_dict["relief"]) == 7
+    assert as_dict["clipping"] == ADVICE.clipping
     assert {choice["choice"] for choice in as_dict["choices"]} >= {"activations", "C heap"}
 
 
@@ -93,17 +101,12 @@ def test_equal_choices_are_folded_and_many_reasons_too():
     ]
 
 
-def test_relief_names_the_largest_gain_first():
-    first, second = find_relief(PLAN)
-    assert first.startswith("Disk traffic is 16.2 % of the step (3.16 GiB).")
-    assert "a larger global batch" in first
-    assert second.startswith("Recompute of 6 of 8 blocks is 14.8 % of the step")
-    bound = {"forward": PLAN.prediction.step_ns}
-    plan = replace(PLAN, prediction=replace(PLAN.prediction, time_ns=bound))
-    assert find_relief(plan) == ("Nothing but compute: a faster device, or fewer operations.",)
-
-
-def test_clipping_has_its_price():
-    assert price_clipping(PLAN).startswith("Clipping takes 54.0 ms a step for the norm and keeps")
-    unclipped = replace(PLAN, optimizer=replace(PLAN.optimizer, clips=False))
-    assert price_clipping(unclipped) == "Gradients are not clipped, which costs nothing."
+def test_advice_is_shown_the_most_helpful_first_and_not_all():
+    text = render(explain_plan(PLAN, RUN, ADVICE))
+    assert "Faster: 7 chunks stay" in text
+    assert "Faster: 3 chunks stay" in text
+    assert "Faster: 2 chunks stay" not in text
+    assert ADVICE.clipping in text
+    nothing = render(explain_plan(PLAN, RUN, replace(ADVICE, relief=())))
+    assert "Nothing but compute: a faster device, or fewer operations." in nothing
+    assert "not beside it" in render(explain_plan(PLAN, RUN), width=300)

@@ -3,16 +3,19 @@ from dataclasses import replace
 
 import pytest
 
-from packhorse.errors import InputError
+from packhorse.errors import FileFormatError, InputError
 from packhorse.report.run import estimate_run, run_as_dict
+from packhorse.report.run_files import format_run, read_run
 from tests.report.samples import MACHINE, MIB, make_predicted_plan
 
 PLAN = make_predicted_plan()
-NUM_ELEMENTS = sum(p.stop - p.start for chunk in PLAN.chunks for p in chunk.pieces)
 
 
 def estimate(plan=PLAN, machine=MACHINE, **changes):
-    counts = {"num_steps": 1000, "num_saves": 5, "num_kept": 2}
+    counts = {
+        "num_steps": 1000, "num_saves": 5, "num_kept": 2, "weights_bytes": 540 * MIB,
+        "checkpoint_bytes": 1620 * MIB,
+    }  # fmt: skip
     return estimate_run(plan, machine, **{**counts, **changes})
 
 
@@ -26,34 +29,23 @@ def test_counts_tokens_and_hours():
     assert estimate(tokens_per_step=7).num_tokens == 7000
 
 
-def test_a_checkpoint_holds_weights_and_two_moments():
-    run = estimate()
-    assert run.weights_bytes == 4 * NUM_ELEMENTS
-    assert run.checkpoint_bytes == 12 * NUM_ELEMENTS
-    # At 1 GB/s a byte takes a nanosecond.
-    assert run.checkpoint_ns == run.checkpoint_bytes
-    narrow = replace(
-        PLAN,
-        numerics=replace(PLAN.numerics, compute_dtype="bfloat16"),
-        optimizer=replace(PLAN.optimizer, master=True),
-    )
-    assert estimate(narrow).weights_bytes == 2 * NUM_ELEMENTS
-    assert estimate(narrow).checkpoint_bytes == 14 * NUM_ELEMENTS
-    frozen = replace(PLAN, chunks=tuple(replace(c, trainable=False) for c in PLAN.chunks))
-    assert estimate(frozen).checkpoint_bytes == 4 * NUM_ELEMENTS
+def test_evaluations_take_their_time():
+    plain, run = estimate(), estimate(num_evaluations=4, evaluation_ns=10**9)
+    assert run.total_ns == plain.total_ns + 4 * 10**9
+    assert run_as_dict(run)["evaluations"] == 4
 
 
 @pytest.mark.parametrize(("num_saves", "num_kept", "held"), [(5, 2, 3), (1, 2, 1), (0, 2, 0)])
 def test_a_save_lands_before_an_old_one_goes(num_saves, num_kept, held):
     run = estimate(num_saves=num_saves, num_kept=num_kept)
-    assert run.worst_disk_bytes == 1640 * MIB + held * 12 * NUM_ELEMENTS + 4 * NUM_ELEMENTS
+    assert run.worst_disk_bytes == (1640 + held * 1620 + 540) * MIB
 
 
 def test_counts_what_is_written():
-    run = estimate(endurance_bytes=10**15)
-    assert run.written_bytes == 1000 * 1620 * MIB + 5 * 12 * NUM_ELEMENTS + 4 * NUM_ELEMENTS
-    assert run.endurance_share == pytest.approx(run.written_bytes / 1e15)
-    assert estimate().endurance_share is None
+    run = estimate()
+    assert run.written_bytes == (1000 * 1620 + 5 * 1620 + 540) * MIB
+    assert run.endurance_share == pytest.approx(run.written_bytes / 600e12)
+    assert estimate(machine=replace(MACHINE, tiers=())).endurance_share is None
     assert json.loads(json.dumps(run_as_dict(run)))["written_bytes"] == run.written_bytes
 
 
@@ -66,3 +58,26 @@ def test_without_a_disk_rate_a_save_has_no_time():
 def test_a_plan_without_prediction_is_refused():
     with pytest.raises(InputError, match="the plan has no prediction"):
         estimate(replace(PLAN, prediction=None))
+
+
+def test_an_estimate_is_a_file_beside_the_plan(tmp_path):
+    run, path = estimate(num_evaluations=4, evaluation_ns=10**9), tmp_path / "run.json"
+    path.write_text(format_run(run))
+    assert read_run(path) == run
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"version": 1', '"version": 2', "has version 2"),
+        ("packhorse/run", "packhorse/plan", "kind 'packhorse/plan'"),
+        ('"num_steps": 1000', '"num_steps": "many"', "num_steps"),
+        ('"num_steps"', '"num_step"', "num_step"),
+        ("{", "[", "damaged"),
+    ],
+)
+def test_a_damaged_estimate_is_refused_by_place(tmp_path, old, new, words):
+    path = tmp_path / "run.json"
+    path.write_text(format_run(estimate()).replace(old, new))
+    with pytest.raises(FileFormatError, match=words):
+        read_run(path)

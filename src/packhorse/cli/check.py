@@ -23,6 +23,7 @@ _RUN_FILES: Final = (
     "machine.json",
     "model.json",
     "profile.json",
+    "run.json",
     "plan.json",
     "timeline-predicted.json",
     "timeline-measured.json",
@@ -103,6 +104,10 @@ def judge_file(path: Path, kind: FileKind, model: Path | None) -> Verdict:
             return _judge_model(path)
         case "profile":
             return _judge_profile(path)
+        case "run":
+            return _judge_estimate(path)
+        case "token cache":
+            return _judge_cache(path)
         case "checkpoint":
             return _judge_checkpoint(path)
         case "run folder":
@@ -277,6 +282,29 @@ def _judge_profile(path: Path) -> Verdict:
         what=f"a profile ({profile.source}) of {len(profile.bodies)} distinct blocks at"
         f" {profile.rows} x {profile.length} tokens",
         checked=("format",),
+    )
+
+
+def _judge_estimate(path: Path) -> Verdict:
+    from packhorse.report.run_files import read_run
+    from packhorse.units import format_ns
+
+    run = read_run(path)
+    return Verdict(
+        what=f"the estimate of a run of {run.num_steps} steps, {format_ns(run.total_ns)}",
+        checked=("format",),
+    )
+
+
+def _judge_cache(path: Path) -> Verdict:
+    from packhorse.data.cache import open_cache
+    from packhorse.units import format_count
+
+    cache = open_cache(path if path.is_dir() else path.parent)
+    return Verdict(
+        what=f"a token cache of {format_count(cache.num_rows)} rows,"
+        f" {format_count(cache.summary.num_tokens)} tokens",
+        checked=("every file has the size and digest that the manifest gives",),
     )
 
 

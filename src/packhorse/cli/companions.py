@@ -1,4 +1,4 @@
-"""Files that lie beside a plan: the model, the machine and the profile that it was made with.
+"""Files that lie beside a plan: model, machine and profile that it was made with, and its run.
 
 In: the path of a plan.json. Out: paths and contents of its companions. `plan.json` has `model.json`
 beside it, `big.json` has `big.model.json`.
@@ -14,7 +14,7 @@ from packhorse.errors import InputError
 if TYPE_CHECKING:
     from packhorse.model.spec import Model
 
-Companion = Literal["model", "machine", "profile"]
+Companion = Literal["model", "machine", "profile", "run"]
 _PLAN_NAME: Final = "plan.json"
 
 

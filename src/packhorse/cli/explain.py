@@ -11,7 +11,7 @@ from packhorse.cli.options import AsJson
 
 if TYPE_CHECKING:
     from packhorse.plan.spec import Plan
-    from packhorse.report.run import RunEstimate
+    from packhorse.report.explain import Advice
 
 
 def explain(
@@ -21,38 +21,35 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Explain a plan: causes, bottleneck, choices, relief."""
-    from packhorse.cli.companions import plan_path
+    from packhorse.cli.companions import companion_path, plan_path
     from packhorse.cli.screen import Screen
     from packhorse.plan.files import read_plan
     from packhorse.report.explain import explain_plan, explanation_as_dict
+    from packhorse.report.run_files import read_run
 
     screen = Screen(as_json=as_json)
     path = plan_path(plan)
     found = read_plan(path)
-    run = _estimate(path, found)
-    screen.show(explain_plan(found, run))
-    screen.answer(explanation_as_dict(found, run))
+    run_file = companion_path(path, "run")
+    run = read_run(run_file) if run_file.is_file() else None
+    advice = _advise(path, found)
+    screen.show(explain_plan(found, run, advice))
+    screen.answer(explanation_as_dict(found, run, advice))
 
 
-def _estimate(path: Path, plan: Plan) -> RunEstimate | None:
-    """Estimate the run of a plan in a run folder, whose recipe says how many steps it has."""
+def _advise(path: Path, plan: Plan) -> Advice | None:
+    """Work out what would make the plan faster, from what lies beside it; None without that."""
     from packhorse.cli.companions import companion_path
+    from packhorse.cli.planning import advise
     from packhorse.machine.files import read_machine
-    from packhorse.report.run import estimate_run
-    from packhorse.trainer.recipe_files import load_recipe
+    from packhorse.model.files import read_model
+    from packhorse.plan.identity import check_plan
+    from packhorse.profile.files import read_profile
+    from packhorse.profile.identity import fits_model
 
-    recipe_file, machine_file = path.with_name("recipe.yaml"), companion_path(path, "machine")
-    if plan.prediction is None or not (recipe_file.is_file() and machine_file.is_file()):
+    files = [companion_path(path, name) for name in ("model", "profile", "machine")]
+    if plan.prediction is None or not all(file.is_file() for file in files):
         return None
-    recipe = load_recipe(recipe_file).recipe
-    if recipe.max_steps is None:
-        # Epochs are steps only once the data has been tokenised.
-        return None
-    num_saves = -(-recipe.max_steps // recipe.save_steps) if recipe.save_steps else 0
-    return estimate_run(
-        plan,
-        read_machine(machine_file),
-        num_steps=recipe.max_steps,
-        num_saves=num_saves,
-        num_kept=recipe.save_total_limit or num_saves,
-    )
+    model, profile, machine = read_model(files[0]), read_profile(files[1]), read_machine(files[2])
+    check_plan(plan, model)
+    return advise(plan, model, profile, machine) if fits_model(profile, model) else None

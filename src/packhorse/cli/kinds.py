@@ -1,7 +1,7 @@
 """What is this file? The kind that its first key or line gives.
 
 In: a path. Out: a `FileKind`, or an error that lists the kinds. A folder is a checkpoint (it has a
-manifest) or a run folder (it has a recipe.yaml or a plan.json).
+manifest), a token cache (it has another), or a run folder (a recipe.yaml or a plan.json).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ FileKind = Literal[
     "recipe",
     "model",
     "profile",
+    "run",
     "checkpoint",
+    "token cache",
     "run folder",
 ]
 _KINDS: Final[Mapping[object, FileKind]] = {
@@ -32,7 +34,9 @@ _KINDS: Final[Mapping[object, FileKind]] = {
     "packhorse/recipe": "recipe",
     "packhorse/model": "model",
     "packhorse/profile": "profile",
+    "packhorse/run": "run",
     "packhorse/checkpoint": "checkpoint",
+    "token-cache": "token cache",
 }
 _FIX: Final = "give a plan, program, machine, timeline, recipe, model, checkpoint or run folder"
 _RECIPE_KEYS: Final = frozenset({"model_name_or_path", "train_data", "output_dir"})
@@ -78,10 +82,13 @@ def read_text(path: Path) -> str:
 def _detect_folder(path: Path) -> FileKind:
     if (path / "packhorse.json").is_file():
         return "checkpoint"
+    if (path / "manifest.json").is_file() and (path / "tokens.bin").is_file():
+        return "token cache"
     if (path / "plan.json").is_file() or (path / "recipe.yaml").is_file():
         return "run folder"
     raise FileFormatError(
-        "the folder is neither a checkpoint (packhorse.json) nor a run folder (recipe.yaml)",
+        "the folder is no checkpoint (packhorse.json), token cache (manifest.json) or run folder"
+        " (recipe.yaml)",
         where=str(path),
         fix=_FIX,
     )

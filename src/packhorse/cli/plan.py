@@ -28,7 +28,8 @@ def make_plan(
     out: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help="The plan; its model, machine and profile are written beside it."
+            metavar="FILE",
+            help="The plan; its model, machine, profile and run are written beside it.",
         ),
     ] = _DEFAULT_OUT,
     as_json: AsJson = False,
@@ -36,7 +37,7 @@ def make_plan(
     """Find the fastest plan that fits; write plan.json."""
     from packhorse.cli.machines import MachineChoice, choose_machine
     from packhorse.cli.outputs import check_output
-    from packhorse.cli.planning import load_libraries, plan_recipe, write_planned
+    from packhorse.cli.planning import advise, load_libraries, plan_recipe, write_planned
     from packhorse.cli.screen import Screen
     from packhorse.report.explain import explanation_as_dict, plan_table
     from packhorse.trainer.recipe_files import load_recipe
@@ -65,9 +66,12 @@ def make_plan(
     written = write_planned(planned, out)
     screen.show(plan_table(planned.plan, planned.run))
     screen.wrote(*written)
+    if not as_json:
+        return
+    advice = advise(planned.plan, planned.traced.model, planned.profile, planned.machine)
     screen.answer(
         {
             "files": [str(path) for path in written],
-            **explanation_as_dict(planned.plan, planned.run),
+            **explanation_as_dict(planned.plan, planned.run, advice),
         }
     )

@@ -10,15 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from packhorse.errors import DoesNotFitError
+from packhorse.units import format_bytes
+
 if TYPE_CHECKING:
     from packhorse.cli.screen import Screen
     from packhorse.graph.trace import Traced
-    from packhorse.machine.spec import Machine
+    from packhorse.machine.spec import Machine, TierName
+    from packhorse.model.spec import Model
     from packhorse.plan.spec import Plan
     from packhorse.profile.spec import Profile
+    from packhorse.report.explain import Advice
     from packhorse.report.run import RunEstimate
     from packhorse.trainer.preparation import PreparedRun
     from packhorse.trainer.recipe import Recipe
+    from packhorse.trainer.run_data import RunData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +36,7 @@ class Planned:
     plan: Plan
     profile: Profile
     machine: Machine
-    run: RunEstimate | None
+    run: RunEstimate
     notes: tuple[str, ...]
 
 
@@ -116,6 +122,8 @@ def plan_recipe(
             plan,
             machine,
             prepared,
+            chosen.traced.model,
+            chosen.profile,
             planning_ns=round((time.monotonic() - started_s) * 1e9) if measure else 0,
         ),
         notes=candidates.notes,
@@ -123,7 +131,9 @@ def plan_recipe(
 
 
 def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: Screen) -> Planned:
-    """Trace a recipe's model as a given plan says.
+    """Trace a recipe's model as a given plan says; predict and prove the plan anew.
+
+    What the file promises is not believed: it may have been edited, or made for other budgets.
 
     Args:
         path: where the plan lies; the profile that it was predicted with lies beside it, else the
@@ -132,11 +142,16 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
     Raises:
         InputError: something in the recipe, or that it names, is wrong.
         MismatchError: the plan is for another model or batch.
+        DoesNotFitError: it needs more than the machine's budgets.
+        RuleError: it was edited to something that breaks a rule.
     """
     from packhorse.cli.companions import companion_path
     from packhorse.plan.identity import check_plan
     from packhorse.profile.analytic import estimate_profile
     from packhorse.profile.files import read_profile
+    from packhorse.profile.identity import fits_model
+    from packhorse.search.prediction import predict_plan
+    from packhorse.search.writing import prove_plan
     from packhorse.trainer.preparation import prepare_run, trace_for_plan
 
     started_s = time.monotonic()
@@ -149,9 +164,12 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
     beside = companion_path(path, "profile")
     profile = read_profile(beside) if beside.is_file() else None
     notes: tuple[str, ...] = ()
-    if profile is None or profile.model != traced.model.fingerprint:
+    if profile is None or not fits_model(profile, traced.model):
         profile = estimate_profile(traced.model, machine)
         notes = ("the plan has no profile beside it: times are estimated from the machine's rates",)
+    plan = replace(plan, prediction=predict_plan(plan, traced.model, profile, machine))
+    plan = _fit_budgets(plan, machine, path)
+    prove_plan(plan, traced.model)
     planning_ns = round((time.monotonic() - started_s) * 1e9)
     return Planned(
         prepared=prepared,
@@ -159,38 +177,94 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
         plan=plan,
         profile=profile,
         machine=machine,
-        run=estimate_recipe(plan, machine, prepared, planning_ns=planning_ns),
+        run=estimate_recipe(
+            plan, machine, prepared, traced.model, profile, planning_ns=planning_ns
+        ),
         notes=notes,
     )
 
 
+def _fit_budgets(plan: Plan, machine: Machine, path: Path) -> Plan:
+    """Give a plan the machine's budgets, or refuse it with need and have of each tier."""
+    prediction = plan.prediction
+    assert prediction is not None
+    have_bytes: dict[TierName, int] = {tier.name: tier.budget_bytes for tier in machine.tiers}
+    excess = [
+        f"tier {tier}: need {format_bytes(need)}, have {format_bytes(have_bytes.get(tier, 0))}"
+        for tier, causes in prediction.peak_bytes.items()
+        if (need := sum(causes.values())) > have_bytes.get(tier, 0)
+    ]
+    if excess:
+        raise DoesNotFitError(
+            f"the plan needs more than the budget allows: {', '.join(excess)}",
+            where=str(path),
+            fix="raise the budget, or leave --plan out: a new plan is made for this budget",
+        )
+    return replace(plan, budget_bytes=have_bytes)
+
+
 def estimate_recipe(
-    plan: Plan, machine: Machine, prepared: PreparedRun, *, planning_ns: int
-) -> RunEstimate | None:
+    plan: Plan,
+    machine: Machine,
+    prepared: PreparedRun,
+    model: Model,
+    profile: Profile,
+    *,
+    planning_ns: int,
+) -> RunEstimate:
     """Estimate the whole run of a recipe under a plan.
 
     Args:
+        plan: a plan that has a prediction.
+        model: traced as the plan says; its profile and the machine give the time of evaluations.
         planning_ns: what tracing took; it comes again before the first step.
-
-    Returns:
-        None for a plan without a prediction.
     """
     from packhorse.report.run import estimate_run
+    from packhorse.search.prediction import predict_evaluation_ns
+    from packhorse.trainer.save_sizes import size_saves
 
-    if plan.prediction is None:
-        return None
     recipe, data = prepared.recipe, prepared.data
     num_saves = -(-data.num_steps // recipe.save_steps) if recipe.save_steps else 0
     summary = data.prepared[0].summary
+    sizes = size_saves(prepared, plan, model)
+    evaluation_ns = 0
+    if data.evaluation is not None:
+        count = plan.numerics.num_microbatches
+        batch_ns = predict_evaluation_ns(plan, model, profile, machine, count)
+        evaluation_ns = data.evaluation.steps_per_epoch * batch_ns
     run = estimate_run(
         plan,
         machine,
         num_steps=data.num_steps,
         num_saves=num_saves,
         num_kept=recipe.save_total_limit or num_saves,
+        weights_bytes=sizes.model_bytes,
+        checkpoint_bytes=sizes.checkpoint_bytes,
+        num_evaluations=_count_evaluations(data, recipe.eval_steps),
+        evaluation_ns=evaluation_ns,
         tokens_per_step=round(summary.num_tokens / summary.num_rows * prepared.cut.global_rows),
     )
     return replace(run, first_step_ns=planning_ns + _loading_ns(run, machine))
+
+
+def _count_evaluations(data: RunData, interval: int | None) -> int:
+    """Count them as training does: before the first step, every so many steps, after the last."""
+    if data.evaluation is None:
+        return 0
+    if interval is None:
+        return 1
+    return 1 + data.num_steps // interval + bool(data.num_steps % interval)
+
+
+def advise(plan: Plan, model: Model, profile: Profile, machine: Machine) -> Advice:
+    """Work out what would make a plan faster, and what clipping costs."""
+    from packhorse.report.explain import Advice
+    from packhorse.search.relief import describe_clipping, find_relief
+
+    return Advice(
+        relief=tuple(relief.text for relief in find_relief(plan, model, profile, machine)),
+        clipping=describe_clipping(plan, model, profile, machine),
+    )
 
 
 def _loading_ns(run: RunEstimate, machine: Machine) -> int:
@@ -202,17 +276,19 @@ def _loading_ns(run: RunEstimate, machine: Machine) -> int:
 
 
 def write_planned(planned: Planned, path: Path) -> tuple[Path, ...]:
-    """Write a plan with its model, machine and profile beside it."""
+    """Write a plan with its model, machine, profile and run beside it."""
     from packhorse.cli.companions import companion_path
     from packhorse.cli.outputs import write_output
     from packhorse.machine.files import format_machine
     from packhorse.model.files import format_model
     from packhorse.plan.files import format_plan
     from packhorse.profile.files import format_profile
+    from packhorse.report.run_files import format_run
 
     return (
         write_output(path, format_plan(planned.plan)),
         write_output(companion_path(path, "model"), format_model(planned.traced.model)),
         write_output(companion_path(path, "machine"), format_machine(planned.machine)),
         write_output(companion_path(path, "profile"), format_profile(planned.profile)),
+        write_output(companion_path(path, "run"), format_run(planned.run)),
     )

@@ -164,10 +164,11 @@ def _find_profile(subject: _Subject, machine: Machine, *, elsewhere: bool) -> Pr
     from packhorse.cli.companions import companion_path
     from packhorse.profile.analytic import estimate_profile
     from packhorse.profile.files import read_profile
+    from packhorse.profile.identity import fits_model
 
     path = companion_path(subject.beside, "profile")
     if not elsewhere and path.is_file():
         profile = read_profile(path)
-        if profile.model == subject.model.fingerprint:
+        if fits_model(profile, subject.model):
             return profile
     return estimate_profile(subject.model, machine)

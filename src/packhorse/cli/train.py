@@ -6,6 +6,7 @@ import gc
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Final
@@ -21,9 +22,10 @@ from packhorse.cli.options import (
     Settings,
 )
 from packhorse.errors import DoesNotFitError, StoppedError
-from packhorse.units import format_bytes
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from packhorse.cli.planning import Planned
     from packhorse.cli.screen import Screen
     from packhorse.cli.training_screen import Summary
@@ -96,7 +98,9 @@ def train_recipe(
         predicted = _predict(planned)
         # Traced graphs refer to themselves: those that were not chosen must go before training.
         gc.collect()
-    summary = _run(planned, predicted, beginning, screen, audit=audit)
+    summary = _run(
+        planned, predicted, beginning, screen, baseline_bytes=baseline_bytes, audit=audit
+    )
     screen.show("", render_summary(planned, summary))
     # Lines to be copied stay whole, however long the path is.
     screen.show_text(say_where(planned.prepared.recipe.run_folder))
@@ -118,69 +122,52 @@ def _settle_plan(
     from packhorse.trainer.run_folder import StartFresh
 
     if path is not None:
-        plan = read_plan(path)
-        _check_budgets(plan, machine, path)
-        return take_plan(recipe, machine, plan, path, screen)
+        return take_plan(recipe, machine, read_plan(path), path, screen)
     earlier = recipe.run_folder / _PLAN_NAME
     if not isinstance(beginning, StartFresh) and earlier.is_file():
         plan = read_plan(earlier)
-        if not _find_excess(plan, machine):
-            # The same numerics: the curve goes on as if it had never been interrupted.
-            screen.note(f"by the plan of the run that is resumed: {earlier}")
-            return take_plan(recipe, machine, plan, earlier, screen)
-        screen.note(f"{earlier} needs more than the budget now is, so a new plan is made")
-        return _plan_again(recipe, machine, plan, screen, baseline_bytes)
+        try:
+            planned = take_plan(recipe, machine, plan, earlier, screen)
+        except DoesNotFitError:
+            screen.note(f"{earlier} needs more than the budget now is, so a new plan is made")
+            return _plan_again(recipe, machine, plan, screen, baseline_bytes)
+        # The same numerics: the curve goes on as if it had never been interrupted.
+        screen.note(f"by the plan of the run that is resumed: {earlier}")
+        return planned
     return plan_recipe(recipe, machine, screen, baseline_bytes=baseline_bytes)
 
 
 def _plan_again(
     recipe: Recipe, machine: Machine, earlier: Plan, screen: Screen, baseline_bytes: int
 ) -> Planned:
-    """Plan with the numerics of an earlier plan, so that its curve goes on in the same bits."""
+    """Plan with the numerics of an earlier plan, so that its curve goes on in the same bits.
+
+    What the recipe itself pins stays as it is.
+    """
     from packhorse.cli.planning import plan_recipe
     from packhorse.plan.pins import WHOLE
 
     numerics = earlier.numerics
-    pins = {
+    pins: dict[str, JsonValue] = {
         "microbatch_rows": numerics.microbatch_rows.value,
         "loss_chunk_tokens": numerics.loss_chunk_tokens.value or WHOLE,
+        "num_threads": numerics.num_threads,
     }
+    if recipe.bf16 == "auto":
+        pins["compute_dtype"] = numerics.compute_dtype
+    own = set(recipe.pins.names)
+    pins = {name: value for name, value in pins.items() if name not in own}
     pinned = recipe.model_copy(update={"plan": pins | recipe.plan})
+    threads = pinned.pins.num_threads or machine.num_threads
+    machine = replace(machine, num_threads=threads)
     try:
         return plan_recipe(pinned, machine, screen, baseline_bytes=baseline_bytes)
     except DoesNotFitError:
         screen.warn(
-            f"micro-batches of {pins['microbatch_rows']} rows no longer fit: others are taken, and"
-            " the curve goes on with other roundings"
+            f"micro-batches of {numerics.microbatch_rows.value} rows no longer fit: others"
+            " are taken, and the curve goes on with other roundings"
         )
         return plan_recipe(recipe, machine, screen, baseline_bytes=baseline_bytes)
-
-
-def _check_budgets(plan: Plan, machine: Machine, path: Path) -> None:
-    excess = _find_excess(plan, machine)
-    if excess:
-        raise DoesNotFitError(
-            "the plan needs more than the budget allows: "
-            + ", ".join(
-                f"tier {tier}: need {format_bytes(need)}, have {format_bytes(have)}"
-                for tier, need, have in excess
-            ),
-            where=str(path),
-            fix="raise the budget, or leave --plan out: a new plan is made for this budget",
-        )
-
-
-def _find_excess(plan: Plan, machine: Machine) -> list[tuple[str, int, int]]:
-    """List (tier, need, have) in bytes where a plan is predicted to need more than there is."""
-    found: list[tuple[str, int, int]] = []
-    if plan.prediction is None:
-        return found
-    for name, causes in plan.prediction.peak_bytes.items():
-        tier, need_bytes = machine.tier(name), sum(causes.values())
-        have_bytes = 0 if tier is None else tier.budget_bytes
-        if need_bytes > have_bytes:
-            found.append((name, need_bytes, have_bytes))
-    return found
 
 
 def _predict(planned: Planned) -> Timeline:
@@ -200,7 +187,13 @@ def _predict(planned: Planned) -> Timeline:
 
 
 def _run(
-    planned: Planned, predicted: Timeline, beginning: Resume, screen: Screen, *, audit: bool
+    planned: Planned,
+    predicted: Timeline,
+    beginning: Resume,
+    screen: Screen,
+    *,
+    baseline_bytes: int,
+    audit: bool,
 ) -> Summary:
     from packhorse.cli.training_screen import TrainingScreen
     from packhorse.trainer.training import train
@@ -222,21 +215,24 @@ def _run(
             predicted=predicted,
             resume=beginning,
             observer=watcher,
+            baseline_bytes=baseline_bytes,
             audit=audit,
         )
     return watcher.summary
 
 
 def _write_companions(planned: Planned, folder: Path) -> None:
-    """Write model and profile into the run folder, so that its plan is read without torch."""
+    """Write what belongs to the plan into the run folder, so that it is read without torch."""
     from packhorse.cli.companions import companion_path
     from packhorse.cli.outputs import write_output
     from packhorse.model.files import format_model
     from packhorse.profile.files import format_profile
+    from packhorse.report.run_files import format_run
 
     plan = folder / _PLAN_NAME
     write_output(companion_path(plan, "model"), format_model(planned.traced.model))
     write_output(companion_path(plan, "profile"), format_profile(planned.profile))
+    write_output(companion_path(plan, "run"), format_run(planned.run))
 
 
 @contextmanager

@@ -125,6 +125,11 @@ def check_machine(machine: Machine, where: str) -> None:
                 f" {format_bytes(tier.total_bytes)}",
                 f"tiers[{index}].budget_bytes",
             )
+        if tier.endurance_bytes is not None and tier.endurance_bytes <= 0:
+            raise refuse(
+                f"the endurance must be above 0, not {tier.endurance_bytes}",
+                f"tiers[{index}].endurance_bytes",
+            )
         if tier.name == "disk" and not tier.path:
             raise refuse("the disk tier needs the path of a scratch folder", f"tiers[{index}].path")
     for index, link in enumerate(machine.links):

@@ -19,13 +19,14 @@ class Tier:
 
     `budget_bytes` is what a plan may use of it; `total_bytes` is what is there: the memory that
     this process may use at most, or what was free on the disk. For the disk tier `path` is the
-    scratch folder.
+    scratch folder, and `endurance_bytes` what its drive may be written in its life, where known.
     """
 
     name: TierName
     total_bytes: int
     budget_bytes: int
     path: str | None = None
+    endurance_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ In: the recipe's `plan:` mapping. Out: `Pins`. The keys are those of plan.json:
 
     plan:
       recompute: all | none | [block names or patterns]
+      activations: recompute | keep        the same as recompute: all | none
       parameters | gradients | optimizer: device | disk | {pattern of parameter names: tier}
       heap: keep | map
       chunk_bytes: 16MiB
@@ -44,7 +45,15 @@ _NUMERICS: Final = (
     "num_threads",
     "num_workers",
 )
-_OTHERS: Final = ("recompute", "parameters", "gradients", "optimizer", "heap", "chunk_bytes")
+_OTHERS: Final = (
+    "recompute",
+    "activations",
+    "parameters",
+    "gradients",
+    "optimizer",
+    "heap",
+    "chunk_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +157,7 @@ def read_pins(content: Mapping[str, object]) -> Pins:
     """
     flat = _flatten(content)
     return Pins(
-        recompute=_read_recompute(flat.get("recompute")),
+        recompute=_read_recompute(flat),
         parameters=_read_tiers(flat, "parameters"),
         gradients=_read_tiers(flat, "gradients"),
         optimizer=_read_tiers(flat, "optimizer"),
@@ -196,7 +205,18 @@ def _check_key(key: str, known: Sequence[str], place: str) -> None:
         )
 
 
-def _read_recompute(value: object) -> tuple[str, ...] | None:
+def _read_recompute(flat: Mapping[str, object]) -> tuple[str, ...] | None:
+    value = flat.get("recompute")
+    # Plan files call the choice of a block by its other name.
+    activations = _read_word(flat, "activations", ("recompute", "keep"))
+    if activations is not None:
+        if value is not None:
+            raise RecipeError(
+                f"activations and recompute are one choice, pinned to {activations} and {value!r}",
+                where="recipe: plan.activations and plan.recompute",
+                fix="keep one of them",
+            )
+        return ("*",) if activations == "recompute" else ()
     if value is None:
         return None
     if value in ("all", "none"):

@@ -102,6 +102,13 @@ def parse_profile(text: str, *, where: str = "profile") -> Profile:
         raise FileFormatError(f"the profile is damaged: {shown}", where=where, fix=_FIX) from error
     if not isinstance(loaded, Mapping):
         raise FileFormatError("this is no profile: it holds no keys", where=where, fix=_FIX)
+    version = cast("Mapping[object, object]", loaded).get("version")  # parsed text
+    if isinstance(version, int) and version > VERSION:
+        raise FileFormatError(
+            f"the profile has version {version}; this Packhorse reads versions up to {VERSION}",
+            where=where,
+            fix="update Packhorse, or " + _FIX,
+        )
     try:
         # JSON's rules: lists become tuples, but a text never becomes a number.
         found = TypeAdapter(_Content).validate_json(json.dumps(loaded))

@@ -1,12 +1,13 @@
 """A plan, explained: does it fit, how long is a step, what was chosen and why?
 
-In: a plan and, where known, an estimate of the run. Out: rich renderables that fit 80 columns and
-read the same without colours, or what `json.dumps` takes.
+In: a plan and, where known, an estimate of the run and what would make it faster. Out: rich
+renderables that fit 80 columns and read the same without colours, or what `json.dumps` takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from rich.console import Group, RenderableType
@@ -18,14 +19,29 @@ from packhorse.plan.spec import Plan, Prediction
 from packhorse.report.bars import Bar, StackedBar
 from packhorse.report.choices import fold_choices
 from packhorse.report.colours import colour_of
-from packhorse.report.relief import find_relief, price_clipping
 from packhorse.report.run import RunEstimate, run_as_dict
 from packhorse.report.tables import plain_table
 from packhorse.timeline.names import words_for
 from packhorse.units import format_bytes, format_count, format_ns, format_percent
 
 _WORTH_A_BAR: Final = 0.1
-_NO_PREDICTION: Final = "This plan has no prediction; let `packhorse plan` complete it."
+_NO_PREDICTION: Final = (
+    "This plan has no prediction; `packhorse train RECIPE --plan PLAN` predicts it before it runs."
+)
+_NO_ADVICE: Final = (
+    "What would make it faster is worked out from the plan's model, machine and profile, which are"
+    " not beside it."
+)
+_NO_RELIEF: Final = "Nothing but compute: a faster device, or fewer operations."
+_MOST_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What would make a plan faster, the most helpful first, and what clipping costs."""
+
+    relief: tuple[str, ...]
+    clipping: str
 
 
 def plan_table(plan: Plan, run: RunEstimate | None = None) -> RenderableType:
@@ -47,7 +63,9 @@ def plan_table(plan: Plan, run: RunEstimate | None = None) -> RenderableType:
     return table
 
 
-def explain_plan(plan: Plan, run: RunEstimate | None = None) -> RenderableType:
+def explain_plan(
+    plan: Plan, run: RunEstimate | None = None, advice: Advice | None = None
+) -> RenderableType:
     """Render a plan in full: memory and time by cause, bottleneck, relief, choices, run."""
     parts: list[RenderableType] = [Text(_name_plan(plan), style="bold")]
     prediction = plan.prediction
@@ -56,14 +74,16 @@ def explain_plan(plan: Plan, run: RunEstimate | None = None) -> RenderableType:
     else:
         for tier, causes in prediction.peak_bytes.items():
             parts += _memory_section(plan, tier, causes)
-        parts += _time_section(plan, prediction)
+        parts += _time_section(plan, prediction, advice)
     parts += _choices_section(plan)
     if run is not None:
         parts += [_heading("Run"), _indent(_lines(_say_run(run)))]
     return Group(*parts)
 
 
-def explanation_as_dict(plan: Plan, run: RunEstimate | None = None) -> dict[str, object]:
+def explanation_as_dict(
+    plan: Plan, run: RunEstimate | None = None, advice: Advice | None = None
+) -> dict[str, object]:
     """Give an explanation as what `json.dumps` takes."""
     prediction = plan.prediction
     return {
@@ -76,8 +96,8 @@ def explanation_as_dict(plan: Plan, run: RunEstimate | None = None) -> dict[str,
         "time_ns": dict(prediction.time_ns) if prediction else None,
         "step_ns": prediction.step_ns if prediction else None,
         "bottleneck": prediction.bottleneck if prediction else None,
-        "relief": list(find_relief(plan)),
-        "clipping": price_clipping(plan),
+        "relief": list(advice.relief) if advice else None,
+        "clipping": advice.clipping if advice else None,
         "choices": [
             {
                 "choice": group.choice,
@@ -130,6 +150,9 @@ def _say_run(run: RunEstimate) -> list[str]:
             f"checkpoint: {format_bytes(run.checkpoint_bytes)}{seconds},"
             f" {run.num_saves} in the run, {min(run.num_kept, run.num_saves)} kept"
         )
+    if run.num_evaluations:
+        times = "once" if run.num_evaluations == 1 else f"{run.num_evaluations} times"
+        lines.append(f"evaluation: {format_ns(run.evaluation_ns)}, {times} in the run")
     lines.append(
         f"disk space: {format_bytes(run.worst_disk_bytes)} at worst"
         f" ({format_bytes(run.scratch_bytes)} of it scratch)"
@@ -155,13 +178,16 @@ def _memory_section(plan: Plan, tier: str, causes: Mapping[str, int]) -> list[Re
     return [*parts, _indent(_bars(used, peak_bytes or 1, format_bytes))]
 
 
-def _time_section(plan: Plan, prediction: Prediction) -> list[RenderableType]:
+def _time_section(
+    plan: Plan, prediction: Prediction, advice: Advice | None
+) -> list[RenderableType]:
     spent = _largest_first(prediction.time_ns)
-    notes = [
-        f"Bound by {words_for(prediction.bottleneck)}.",
-        *find_relief(plan),
-        price_clipping(plan),
-    ]
+    notes = [f"Bound by {words_for(prediction.bottleneck)}."]
+    if advice is None:
+        notes.append(_NO_ADVICE)
+    else:
+        notes += [f"Faster: {each}." for each in advice.relief[:_MOST_SHOWN]] or [_NO_RELIEF]
+        notes.append(advice.clipping)
     return [
         _heading(f"Step, {_say_step(plan, prediction)}"),
         _indent(_bars(spent, prediction.step_ns or 1, format_ns)),

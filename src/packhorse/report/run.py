@@ -5,23 +5,22 @@ In: a plan with its prediction, the machine, and how long and how often. Out: a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from packhorse.errors import InputError
 from packhorse.machine.spec import Machine
-from packhorse.model.spec import ITEM_BYTES
-from packhorse.plan.spec import Piece, Plan
+from packhorse.plan.spec import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEstimate:
     """A run of `num_steps` steps, saved `num_saves` times, the last `num_kept` saves staying.
 
-    `first_step_ns` is the time until the first step starts, None if unknown. `checkpoint_ns` is
-    None for a machine that has no rate for writing to disk. `weights_bytes` is the finished model
-    at the top of the run folder. `endurance_bytes` is what the drive may be written in its life.
+    `first_step_ns` is the time until the first step starts, None if unknown. `evaluation_ns` is one
+    of `num_evaluations` passes over the evaluation data. `checkpoint_ns` is None for a machine that
+    has no rate for writing to disk. `weights_bytes` is the finished model at the top of the run
+    folder. `endurance_bytes` is what the drive may be written in its life, None if unknown.
     """
 
     num_steps: int
@@ -30,6 +29,8 @@ class RunEstimate:
     first_step_ns: int | None
     num_saves: int
     num_kept: int
+    num_evaluations: int
+    evaluation_ns: int
     weights_bytes: int
     checkpoint_bytes: int
     checkpoint_ns: int | None
@@ -44,9 +45,11 @@ class RunEstimate:
 
     @property
     def total_ns(self) -> int:
-        """All steps, all saves, and the way to the first step."""
+        """All steps, all saves, all evaluations, and the way to the first step."""
         saves_ns = self.num_saves * (self.checkpoint_ns or 0)
-        return self.num_steps * self.step_ns + saves_ns + (self.first_step_ns or 0)
+        evaluations_ns = self.num_evaluations * self.evaluation_ns
+        steps_ns = self.num_steps * self.step_ns
+        return steps_ns + saves_ns + evaluations_ns + (self.first_step_ns or 0)
 
     @property
     def hours(self) -> float:
@@ -83,21 +86,27 @@ def estimate_run(
     num_steps: int,
     num_saves: int,
     num_kept: int,
+    weights_bytes: int,
+    checkpoint_bytes: int,
+    num_evaluations: int = 0,
+    evaluation_ns: int = 0,
     tokens_per_step: int | None = None,
     first_step_ns: int | None = None,
-    endurance_bytes: int | None = None,
 ) -> RunEstimate:
     """Estimate a run.
 
     Args:
         plan: a plan that has a prediction.
-        machine: gives the rate at which checkpoints are written.
+        machine: gives the rate at which checkpoints are written, and the drive's endurance.
         num_steps: optimizer steps of the whole run.
         num_saves: checkpoints written in the whole run.
         num_kept: checkpoints that stay.
+        weights_bytes: size of the finished model.
+        checkpoint_bytes: size of a checkpoint.
+        num_evaluations: passes over the evaluation data in the whole run.
+        evaluation_ns: time of one of them.
         tokens_per_step: None takes all rows at full length.
         first_step_ns: loading and whatever else comes before step 1, if known.
-        endurance_bytes: what the drive may be written in its life, if known.
 
     Raises:
         InputError: the plan has no prediction.
@@ -106,14 +115,10 @@ def estimate_run(
         raise InputError(
             "the plan has no prediction, so its run cannot be estimated",
             where=f"plan of {plan.model_name} for {plan.machine}",
-            fix="let `packhorse plan` complete it",
+            fix="make it with `packhorse plan RECIPE`, which predicts, or train by it: `packhorse"
+            " train RECIPE --plan PLAN` predicts first",
         )
-    num_elements = sum(_length(chunk.pieces) for chunk in plan.chunks)
-    num_trained = sum(_length(chunk.pieces) for chunk in plan.chunks if chunk.trainable)
-    num_states = len(plan.optimizer.states) + plan.optimizer.master
-    weights_bytes = num_elements * ITEM_BYTES[plan.numerics.compute_dtype]
-    checkpoint_bytes = weights_bytes + num_trained * num_states * ITEM_BYTES["float32"]
-    link = machine.link("device", "disk")
+    link, disk = machine.link("device", "disk"), machine.tier("disk")
     numerics = plan.numerics
     all_tokens = numerics.microbatch_rows.value * numerics.num_microbatches * plan.length
     return RunEstimate(
@@ -123,12 +128,14 @@ def estimate_run(
         first_step_ns=first_step_ns,
         num_saves=num_saves,
         num_kept=num_kept,
+        num_evaluations=num_evaluations,
+        evaluation_ns=evaluation_ns,
         weights_bytes=weights_bytes,
         checkpoint_bytes=checkpoint_bytes,
         checkpoint_ns=ceil(checkpoint_bytes * 1e9 / link.bytes_per_s) if link else None,
         scratch_bytes=plan.prediction.scratch_bytes,
         written_bytes_per_step=plan.prediction.disk_written_bytes,
-        endurance_bytes=endurance_bytes,
+        endurance_bytes=None if disk is None else disk.endurance_bytes,
     )
 
 
@@ -143,6 +150,8 @@ def run_as_dict(run: RunEstimate) -> dict[str, object]:
         "total_ns": run.total_ns,
         "first_step_ns": run.first_step_ns,
         "saves": run.num_saves,
+        "evaluations": run.num_evaluations,
+        "evaluation_ns": run.evaluation_ns,
         "checkpoint_bytes": run.checkpoint_bytes,
         "checkpoint_ns": run.checkpoint_ns,
         "weights_bytes": run.weights_bytes,
@@ -152,7 +161,3 @@ def run_as_dict(run: RunEstimate) -> dict[str, object]:
         "written_bytes": run.written_bytes,
         "endurance_share": run.endurance_share,
     }
-
-
-def _length(pieces: Sequence[Piece]) -> int:
-    return sum(piece.stop - piece.start for piece in pieces)

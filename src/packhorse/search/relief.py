@@ -20,6 +20,7 @@ from packhorse.search.prediction import predict_plan
 from packhorse.search.space import STATES
 from packhorse.units import format_bytes, format_ns, format_percent
 
+_FREE: Final = "Gradients are not clipped, which costs nothing."
 _NO_CLIPPING: Final = "no clipping (max_grad_norm: null)"
 _WORDS: Final[Mapping[State, str]] = {
     "parameters": "the parameters",
@@ -98,6 +99,20 @@ def cost_of_clipping(plan: Plan, model: Model, profile: Profile, machine: Machin
         share=(now.step_ns - then.step_ns) / now.step_ns,
         changes_numbers=True,
     )
+
+
+def describe_clipping(plan: Plan, model: Model, profile: Profile, machine: Machine) -> str:
+    """Say in a sentence what clipping by the global norm costs."""
+    cost = cost_of_clipping(plan, model, profile, machine)
+    if cost is None:
+        return _FREE
+    time = "no time"
+    if cost.saved_ns > 0:
+        time = f"{format_ns(cost.saved_ns)} ({format_percent(cost.share)}) of a step"
+    memory = ""
+    if cost.device_bytes < 0:
+        memory = f" and {format_bytes(-cost.device_bytes)} of the device"
+    return f"Clipping takes {time}{memory}; max_grad_norm: null does without."
 
 
 def list_changes(plan: Plan, machine: Machine) -> tuple[tuple[str, Plan], ...]:

@@ -14,14 +14,13 @@ from packhorse.checkpoint.folders import find_checkpoints
 from packhorse.checkpoint.json_values import JsonObject, JsonValue
 from packhorse.checkpoint.manifest import RunState
 from packhorse.checkpoint.save import (
-    SMALL_FILES_BYTES,
     AddFiles,
     CheckpointWriter,
     ModelWriter,
     Piece,
     copy_model_files,
 )
-from packhorse.checkpoint.tensor_plan import TensorPlan, plan_tensors
+from packhorse.checkpoint.tensor_plan import plan_tensors
 from packhorse.errors import MismatchError
 from packhorse.plan.spec import Plan
 from packhorse.storage.space import ensure_space
@@ -29,6 +28,7 @@ from packhorse.trainer.frozen_values import FrozenValues, ValueSource
 from packhorse.trainer.model_sources import CONFIG_NAME
 from packhorse.trainer.numerics import describe_numerics, list_changes
 from packhorse.trainer.preparation import PreparedRun
+from packhorse.trainer.save_sizes import size_tensors
 from packhorse.trainer.session import Session
 
 
@@ -53,6 +53,7 @@ class RunSaver:
         self._prepared = prepared
         self._plan = plan
         self._tensors = plan_tensors(session.model, session.layout, saved_dtypes=dtypes)
+        self._sizes = size_tensors(self._tensors, model_only=prepared.recipe.save_only_model)
         self._frozen = FrozenValues(session.model, session.layout, dtypes, source)
 
     @property
@@ -63,14 +64,12 @@ class RunSaver:
     @property
     def checkpoint_bytes(self) -> int:
         """Size of a checkpoint."""
-        model_only = self._prepared.recipe.save_only_model
-        kept = TensorPlan(model=self._tensors.model, optimizer=()) if model_only else self._tensors
-        return kept.file_bytes() + SMALL_FILES_BYTES
+        return self._sizes.checkpoint_bytes
 
     @property
     def model_bytes(self) -> int:
         """Size of the model at the end."""
-        return TensorPlan(model=self._tensors.model, optimizer=()).file_bytes() + SMALL_FILES_BYTES
+        return self._sizes.model_bytes
 
     def ensure_space(self, *, first_step: int, num_steps: int) -> None:
         """Refuse a run whose checkpoints and final model will not fit on the disk.
