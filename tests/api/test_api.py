@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tiny_runs import ALL_IN_MEMORY, ALL_ON_DISK, make_machine, write_model
 from torch import Tensor, nn
 from torch.nn import functional
@@ -154,6 +155,41 @@ def test_a_run_gives_the_bits_of_the_plain_loop_and_owns_the_parameters(
     assert ours.lm_head.weight is not None
     for name, parameter in load(tmp_path / "saved").named_parameters():
         assert torch.equal(parameter, state[name]), name
+
+
+def test_frozen_parameters_lose_no_bit_to_bfloat16_unseen(folder: Path, tmp_path: Path):
+    def build() -> nn.Module:
+        module = load(folder)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("mlp" not in name)
+        return module
+
+    plan = packhorse.find_plan(
+        build(),
+        token_batch(),
+        make_machine(tmp_path),
+        pins={**ALL_IN_MEMORY, **CUT, "compute_dtype": "bfloat16"},
+        measure=False,
+    )
+    exact = {n: p for n, p in load(folder).named_parameters() if "mlp" in n}
+
+    def check_exact(saved: Path) -> None:
+        found = dict(load(saved).named_parameters())
+        for name, parameter in exact.items():
+            assert torch.equal(parameter, found[name]), (saved, name)
+
+    with packhorse.Run(build(), plan=plan, weights=folder) as run:
+        run.step(token_batch())
+        check_exact(run.save(tmp_path / "first"))
+        checkpoint = run.save_checkpoint(tmp_path / "run")
+        check_exact(checkpoint)
+    with packhorse.Run(build(), plan=plan, weights=folder) as run:
+        run.load(checkpoint, token_batch())
+        check_exact(run.save(tmp_path / "second"))
+    with packhorse.Run(build(), plan=plan) as run:
+        run.step(token_batch())
+        saved = load_file(run.save(tmp_path / "own") / "model.safetensors")
+        assert {saved[name].dtype for name in exact} == {torch.bfloat16}
 
 
 def test_weights_stream_into_a_module_on_meta_and_checkpoints_resume(folder: Path, tmp_path: Path):

@@ -93,6 +93,10 @@ class FrozenValues:
                 take(Piece(parameter=parameter.name, state=PARAM, start=start, values=values))
         self._source.release()
 
+    def close(self) -> None:
+        """Close the source."""
+        self._source.close()
+
 
 def _holds(dtype: str, source: str) -> bool:
     return source == dtype or (dtype == "float32" and source in _WITHIN_FLOAT32)

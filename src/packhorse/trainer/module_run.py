@@ -31,6 +31,7 @@ from packhorse.runtime.engine import StepResult
 from packhorse.timeline.spec import Timeline
 from packhorse.trainer.candidates import TracingRequest, trace_plan
 from packhorse.trainer.counting import Denominators, make_denominators, watch_loss
+from packhorse.trainer.frozen_values import FrozenValues, SavedWeights, ValueSource
 from packhorse.trainer.hand_over import give_back, map_saved, move_to_meta
 from packhorse.trainer.numerics import describe_numerics, list_changes
 from packhorse.trainer.run_program import RunProgram
@@ -85,6 +86,8 @@ class Run:
         self._session: Session | None = None
         self._denominators: Denominators | None = None
         self._dtypes: Mapping[str, str] = {}
+        # Kept open while the run holds frozen parameters rounded.
+        self._frozen: FrozenValues | None = None
         self._last: StepResult | None = None
         self._closed = False
         # Whether the module's parameters are the run's newest.
@@ -206,7 +209,9 @@ class Run:
         """Save the model, tensor by tensor, in its source's dtype.
 
         A transformers model becomes a folder for `from_pretrained`; another module a folder with
-        model.safetensors under its parameters' names. The module gets its parameters back, mapped
+        model.safetensors under its parameters' names. Frozen parameters are read again from the
+        folder that they came from; the module's own are saved in the dtype that they are used in,
+        for their exact values are not kept. The module gets its parameters back, mapped
         from the saved files: they take memory only where they are used.
 
         Raises:
@@ -215,7 +220,7 @@ class Run:
         """
         session = self._running()
         with ModelWriter(Path(folder), self._tensors(), add_files=self._add_files()) as writer:
-            session.hand_out(writer.states, writer.write)
+            self._hand_out(session, writer)
             saved = writer.commit()
         give_back(self._module, map_saved(saved))
         self._handed_back = True
@@ -241,7 +246,7 @@ class Run:
         with CheckpointWriter(
             Path(folder), state, self._tensors(), add_files=self._add_files()
         ) as writer:
-            session.hand_out(writer.states, writer.write)
+            self._hand_out(session, writer)
             return writer.commit(save_total_limit=save_total_limit)
 
     def load(
@@ -268,6 +273,7 @@ class Run:
             with SavedRun(path) as saved:
                 self._check_state(path, saved.run)
                 session.resume(saved)
+                self._keep_source(session, SavedWeights(path))
                 self._step = saved.run.step
                 rate = saved.run.trainer.get("learning_rate")
                 if isinstance(rate, int | float):
@@ -276,14 +282,19 @@ class Run:
         source = FolderWeights(self._module, path)
         try:
             session.begin(source)
-        finally:
+        except BaseException:
             source.close()
+            raise
+        self._keep_source(session, source)
         self._step = 0
         return ()
 
     def close(self) -> None:
         """Give all memory and the scratch space back. Closing twice is harmless."""
         self._closed = True
+        if self._frozen is not None:
+            self._frozen.close()
+            self._frozen = None
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -341,14 +352,36 @@ class Run:
         )
         try:
             session.begin(weights)
-            self._dtypes = weights.dtypes
         except BaseException:
             session.close()
-            raise
-        finally:
             weights.close()
+            raise
+        self._dtypes = weights.dtypes
+        self._keep_source(session, weights)
         move_to_meta(self._module)
         self._session = session
+
+    def _keep_source(self, session: Session, source: ValueSource) -> None:
+        """Keep open where the values came from if saves have to read it again; else close it."""
+        if self._frozen is not None:
+            self._frozen.close()
+            self._frozen = None
+        frozen = FrozenValues(session.model, session.layout, self._dtypes, source)
+        if isinstance(source, ModuleWeights):
+            # Kept, they would take memory that no plan counts.
+            held = {parameter: session.layout.dtypes[state] for parameter, state in frozen.states}
+            self._dtypes = {**self._dtypes, **held}
+        elif frozen.states:
+            source.release()
+            self._frozen = frozen
+            return
+        source.close()
+
+    def _hand_out(self, session: Session, writer: CheckpointWriter | ModelWriter) -> None:
+        frozen = self._frozen
+        session.hand_out(writer.states - (frozen.states if frozen else frozenset()), writer.write)
+        if frozen:
+            frozen.hand_out(writer.write)
 
     def _take_again(self) -> None:
         """Drop what was handed back: it is about to be out of date."""
