@@ -132,6 +132,7 @@ def find_plan(
         trace_candidates,
     )
     from packhorse.trainer.module_run import check_batch
+    from packhorse.trainer.numerics import find_instructions
     from packhorse.trainer.preparation import plan_optimizer
 
     check_batch(model, batch)
@@ -190,6 +191,7 @@ def find_plan(
             num_threads=fixed.num_threads or machine.num_threads,
             device=machine.device,
             num_workers=1,
+            instructions=find_instructions(machine),
         ),
         global_batch_rows=global_rows,
         pins=fixed,

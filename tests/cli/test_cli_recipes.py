@@ -194,6 +194,37 @@ def test_what_a_plan_file_promises_is_not_believed(shell, recipe, planned, tmp_p
         assert "tier device: need" in done.err
 
 
+def test_a_plan_made_with_other_instructions_says_so(shell, recipe, planned, tmp_path):
+    content = json.loads(planned.read_text())
+    content["numerics"]["instructions"] = "abacus"
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    done = train(shell, recipe, "--plan", tmp_path / "plan.json", "--set", "max_steps=1")
+    assert done.code == 0, done.err
+    assert "the plan was made for abacus instructions" in done.err
+
+
+def test_a_resumed_run_that_must_be_planned_again_keeps_its_numerics(shell, recipe, tmp_path):
+    pins = {"numerics": {"loss_chunk_tokens": "whole"}, "parameters": "device"}
+    recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"plan": pins}))
+    first = train(shell, recipe, "--set", "max_steps=2")
+    assert first.code == 0, first.err
+    machine = tmp_path / "machine.json"
+    content = json.loads(machine.read_text()) | {"num_threads": 2}
+    machine.write_text(json.dumps(content))
+    plan = tmp_path / "run" / "plan.json"
+    before = json.loads(plan.read_text())
+    # As a run was that needed more than there is now.
+    before["base_bytes"] = 8 << 30
+    plan.write_text(json.dumps(before))
+    again = train(shell, recipe, "--resume", "--set", "plan.parameters=disk")
+    assert again.code == 0, again.err
+    assert "so a new plan is made" in again.err
+    after = json.loads(plan.read_text())["numerics"]
+    assert after["num_threads"] == before["numerics"]["num_threads"] == 1
+    for name in ("microbatch_rows", "loss_chunk_tokens"):
+        assert after[name]["value"] == before["numerics"][name]["value"]
+
+
 def test_the_estimate_of_a_run_counts_its_evaluations_and_what_is_saved(shell, tmp_path):
     recipe = write_tiny_recipe(tmp_path, eval_split=0.25, eval_steps=2, num_train_epochs=1)
     folder = tmp_path / "planned"

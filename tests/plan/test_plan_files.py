@@ -64,6 +64,7 @@ def plans():
             attention=st.sampled_from(["causal", "eager", "native"]),
             num_threads=COUNT,
             device=TEXT,
+            instructions=st.none() | TEXT,
         ),
         optimizer=st.builds(
             OptimizerPlan,

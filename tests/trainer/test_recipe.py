@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from packhorse.errors import FileFormatError, RecipeError
+from packhorse.optim.groups import assign_groups, hyperparameters
 from packhorse.optim.optimizers import SGD, AdamW
 from packhorse.trainer.batch_cut import cut_batch
 from packhorse.trainer.recipe_files import (
@@ -126,6 +127,46 @@ def test_options_without_effect_are_errors():
         read("sgd_momentum: 0.9\n")
     with pytest.raises(RecipeError, match="together"):
         read("eval_data: b.jsonl\neval_split: 0.1\n")
+
+
+def test_parameter_groups_have_their_own_rate_and_decay():
+    text = (
+        "learning_rate: 1e-4\nparameter_groups:\n"
+        "- {patterns: ['*.embed_tokens.*', 'lm_head.*'], learning_rate: 1e-5, weight_decay: 0}\n"
+        "- {patterns: '*.layers.0.*', weight_decay: 0.5}\n"
+    )
+    recipe = read(text).recipe
+    assert parse_recipe(format_recipe(recipe)).recipe == recipe
+    optimizer = recipe.optimizer
+    names = (
+        "model.embed_tokens.weight",
+        "model.layers.0.bias",
+        "model.layers.1.weight",
+        "lm_head.w",
+    )
+    first, second, rest, head = assign_groups(names, optimizer).values()
+    assert (first, second, rest) == (head, "group 2", "all")
+    assert hyperparameters(optimizer, first).lr == 1e-5
+    assert hyperparameters(optimizer, second).lr == 1e-4
+    assert hyperparameters(optimizer, second).weight_decay == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("parameter_groups: [{learning_rate: 1}]\n", "parameter_groups.0.patterns: it is missing"),
+        ("parameter_groups: [{patterns: [], weight_decay: 1}]\n", "parameter_groups.0.patterns"),
+        ("parameter_groups: [{patterns: a, weight_deca: 1}]\n", "did you mean weight_decay?"),
+        (
+            "learning_rate: 0\nparameter_groups: [{patterns: a, learning_rate: 1}]\n",
+            "whose schedule it would follow",
+        ),
+    ],
+)
+def test_wrong_parameter_groups_are_refused(text: str, words: str):
+    with pytest.raises(RecipeError) as caught:
+        read(text)
+    assert words in str(caught.value)
 
 
 def test_a_file_of_another_kind_or_version_is_refused():

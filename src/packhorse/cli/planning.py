@@ -72,6 +72,7 @@ def plan_recipe(
     from packhorse.search.search import find_plan
     from packhorse.search.space import Arithmetic, Candidate
     from packhorse.trainer.candidates import MEASURE_LIMIT_S
+    from packhorse.trainer.numerics import find_instructions
     from packhorse.trainer.preparation import offer_candidates, prepare_run
 
     started_s = time.monotonic()
@@ -104,6 +105,7 @@ def plan_recipe(
                 num_threads=machine.num_threads,
                 device=machine.device,
                 num_workers=1,
+                instructions=find_instructions(machine),
             ),
             global_batch_rows=prepared.cut.global_rows,
             pins=pins,
@@ -152,6 +154,7 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
     from packhorse.profile.identity import fits_model
     from packhorse.search.prediction import predict_plan
     from packhorse.search.writing import prove_plan
+    from packhorse.trainer.numerics import say_other_instructions
     from packhorse.trainer.preparation import prepare_run, trace_for_plan
 
     started_s = time.monotonic()
@@ -180,7 +183,7 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
         run=estimate_recipe(
             plan, machine, prepared, traced.model, profile, planning_ns=planning_ns
         ),
-        notes=notes,
+        notes=(*notes, *say_other_instructions(plan.numerics)),
     )
 
 

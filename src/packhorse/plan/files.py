@@ -141,6 +141,7 @@ def _plan_to_json(plan: Plan) -> dict[str, object]:
             "attention": numerics.attention,
             "num_threads": numerics.num_threads,
             "device": numerics.device,
+            "instructions": numerics.instructions,
         },
         "optimizer": {
             "name": plan.optimizer.name,
@@ -223,6 +224,7 @@ def _read_numerics(fields: Fields) -> Numerics:
         attention=fields.one_of("attention", ("causal", "eager", "native")),
         num_threads=fields.count("num_threads", least=1),
         device=fields.text("device"),
+        instructions=fields.text("instructions") if fields.has_value("instructions") else None,
     )
     fields.finish()
     return numerics

@@ -30,7 +30,8 @@ class Numerics:
     """The choices that may change rounding: equal numerics mean equal bits.
 
     `loss_chunk_tokens` is None when logits exist whole. `num_workers` is the number of logical
-    workers that the global batch is given to.
+    workers that the global batch is given to. `instructions` is the family of vector instructions
+    that a CPU computes with, None on another device or where it is not known.
     """
 
     microbatch_rows: Choice[int]
@@ -42,6 +43,7 @@ class Numerics:
     attention: Literal["causal", "eager", "native"]
     num_threads: int
     device: str
+    instructions: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,7 @@ class Arithmetic:
     num_threads: int
     device: str
     num_workers: int
+    instructions: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +217,7 @@ def build_plan(
             attention=arithmetic.attention,
             num_threads=arithmetic.num_threads,
             device=arithmetic.device,
+            instructions=arithmetic.instructions,
         ),
         optimizer=problem.optimizer,
         heap=Choice(value=setting.heap, because=reason("heap", 0, setting.heap)),

@@ -15,11 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, m
 
 from packhorse.errors import PackhorseError
 from packhorse.machine.budget import Budget, parse_budget
-from packhorse.optim.optimizers import SGD, AdamW, Optimizer
+from packhorse.optim.optimizers import SGD, AdamW, Optimizer, ParameterGroup
 from packhorse.plan.pins import Pins, read_pins
 
 DEFAULT_GLOBAL_BATCH_SIZE: Final = 32
-REPORTERS: Final = ("tensorboard", "wandb", "trackio")
 
 Reporter = Literal["tensorboard", "wandb", "trackio"]
 Names = tuple[str, ...]
@@ -54,6 +53,30 @@ class BudgetSection(_Section):
 
     disk: str | int | DiskSection | tuple[DiskSection, ...] | None = None
     """A size, a folder, or `[{path: scratch, size: 600GiB}]`."""
+
+
+class ParameterGroupSection(_Section):
+    """Parameters with a rate or a decay of their own; the first group that fits wins."""
+
+    patterns: Annotated[Names, Field(min_length=1)]
+    """Shell patterns of parameter names, such as `*.embed_tokens.*`; each must fit one."""
+
+    learning_rate: NotNegative | None = None
+    """Rate that the warm-up reaches; absent: the recipe's. It follows the recipe's schedule."""
+
+    weight_decay: NotNegative | None = None
+    """Decay of all of them, biases and norms too; absent: the recipe's, and they never decay."""
+
+    @field_validator("patterns", mode="before")
+    @classmethod
+    def _take_one_pattern(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    def to_group(self, name: str) -> ParameterGroup:
+        """Put it into the optimizer's words."""
+        given = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        overrides = {key: value for key, value in given.items() if value is not None}
+        return ParameterGroup(name=name, patterns=self.patterns, overrides=overrides)
 
 
 class Recipe(_Section):
@@ -133,6 +156,9 @@ class Recipe(_Section):
     weight_decay: NotNegative = 0.0
     """Decoupled decay (AdamW) or L2 (SGD); biases and norms never decay."""
 
+    parameter_groups: tuple[ParameterGroupSection, ...] = ()
+    """Groups of parameters, such as `[{patterns: ['*.embed_tokens.*'], learning_rate: 1e-6}]`."""
+
     max_grad_norm: Positive | None = 1.0
     """Gradients are scaled to this global norm at most; null: no clipping, which saves memory."""
 
@@ -209,6 +235,12 @@ class Recipe(_Section):
             for key in ("adam_beta1", "adam_beta2", "adam_epsilon"):
                 if getattr(self, key) != Recipe.model_fields[key].default:
                     raise ValueError(f"{key} has no effect with optim: sgd")
+        for number, group in enumerate(self.parameter_groups, start=1):
+            if group.learning_rate and not self.learning_rate:
+                raise ValueError(
+                    f"parameter_groups: group {number} has a learning_rate, but the recipe's is 0,"
+                    " whose schedule it would follow"
+                )
         if self.save_only_model and self.resume_from_checkpoint:
             raise ValueError(
                 "resume_from_checkpoint asks for what save_only_model: true does not write"
@@ -228,26 +260,29 @@ class Recipe(_Section):
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer with its hyperparameters."""
+        groups = tuple(
+            group.to_group(f"group {number}")
+            for number, group in enumerate(self.parameter_groups, start=1)
+        )
         if self.optim == "sgd":
             return SGD(
-                lr=self.learning_rate, momentum=self.sgd_momentum, weight_decay=self.weight_decay
+                lr=self.learning_rate,
+                momentum=self.sgd_momentum,
+                weight_decay=self.weight_decay,
+                groups=groups,
             )
         return AdamW(
             lr=self.learning_rate,
             betas=(self.adam_beta1, self.adam_beta2),
             eps=self.adam_epsilon,
             weight_decay=self.weight_decay,
+            groups=groups,
         )
 
     @property
     def run_folder(self) -> Path:
         """The run folder as a path."""
         return Path(self.output_dir)
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
-        return bool(self.eval_data) or self.eval_split is not None
 
 
 def _parse_section(section: str | BudgetSection | None) -> Budget:

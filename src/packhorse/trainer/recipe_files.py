@@ -24,6 +24,10 @@ from packhorse.trainer.recipe_keys import BadKey, nearest_key, translate_keys
 KIND: Final = "packhorse/recipe"
 VERSION: Final = 1
 _HEAD: Final = ("kind", "version")
+# Keys inside of keys, to name the nearest of them.
+_PARTS: Final = (
+    "device", "host", "disk", "path", "size", "patterns", "learning_rate", "weight_decay",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +181,7 @@ def _explain(detail: ErrorDetails) -> BadKey:
             return BadKey(key=key, what="it is missing", fix="give it; it has no default")
         case "extra_forbidden":
             name = str(detail["loc"][-1])
-            near = nearest_key(name, ("device", "host", "disk", "path", "size"))
+            near = nearest_key(name, _PARTS)
             fix = f"did you mean {near}?" if near else "remove it"
             return BadKey(key=key, what="there is no such key", fix=fix)
         case "value_error":
