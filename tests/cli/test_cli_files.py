@@ -274,6 +274,17 @@ def test_clean_leaves_a_live_run_alone(shell, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_training_in_the_folder_of_a_live_run_is_refused_at_once(shell, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    run = tmp_path / "run"
+    recipe.write_text(f"model_name_or_path: m\ntrain_data: d.jsonl\noutput_dir: {run}\n")
+    with claim_run(run):
+        for more in ((), ("--resume",)):
+            done = shell("train", recipe, *more)
+            assert done.code == 2
+            assert f"the run folder is in use by process {os.getpid()}" in done.err
+
+
 def test_clean_removes_leftovers_and_nothing_else(shell, tmp_path):
     make_leftovers(tmp_path)
     (tmp_path / "checkpoint-1").mkdir()

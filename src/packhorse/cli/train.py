@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import gc
-import signal
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -21,7 +17,7 @@ from packhorse.cli.options import (
     RecipePath,
     Settings,
 )
-from packhorse.errors import DoesNotFitError, StoppedError
+from packhorse.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -36,7 +32,6 @@ if TYPE_CHECKING:
     from packhorse.trainer.run_folder import Resume
 
 NEWEST: Final = "newest"
-_STOPPING: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _PLAN_NAME: Final = "plan.json"
 
 
@@ -68,7 +63,8 @@ def train_recipe(
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.report.explain import plan_table
     from packhorse.trainer.recipe_files import load_recipe
-    from packhorse.trainer.run_folder import StartFresh, find_beginning, read_resume
+    from packhorse.trainer.run_folder import StartFresh, claim_run, find_beginning, read_resume
+    from packhorse.trainer.stop_signals import stop_at_once
 
     screen = Screen(as_json=as_json)
     loaded = load_recipe(recipe, settings or ())
@@ -77,10 +73,12 @@ def train_recipe(
     beginning = read_resume(
         True if resume == NEWEST else resume, loaded.recipe.resume_from_checkpoint
     )
+    # A refusal should not come after minutes of planning.
+    if loaded.recipe.run_folder.is_dir():
+        claim_run(loaded.recipe.run_folder).close()
     if isinstance(beginning, StartFresh):
-        # A refusal should not come after minutes of planning.
         find_beginning(loaded.recipe.run_folder, beginning)
-    with _stop_before_training():
+    with stop_at_once():
         baseline_bytes = load_libraries(screen)
         chosen = choose_machine(
             MachineChoice(name=machine, budget=budget, memory=memory),
@@ -233,22 +231,3 @@ def _write_companions(planned: Planned, folder: Path) -> None:
     write_output(companion_path(plan, "model"), format_model(planned.traced.model))
     write_output(companion_path(plan, "profile"), format_profile(planned.profile))
     write_output(companion_path(plan, "run"), format_run(planned.run))
-
-
-@contextmanager
-def _stop_before_training() -> Generator[None]:
-    """Inside, a signal that stops a run raises: there is nothing to save yet."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        del frame
-        raise StoppedError(
-            f"stopped by {signal.Signals(number).name} before the first step; nothing was changed",
-            fix="start it again with the same command",
-        )
-
-    before = {number: signal.signal(number, stop) for number in _STOPPING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
