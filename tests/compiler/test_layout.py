@@ -124,26 +124,26 @@ def change_chunk(plan, index, **changes):
     return replace(plan, chunks=tuple(chunks))
 
 
-def test_a_plan_of_another_model_is_named():
+def test_a_plan_of_another_model_names_the_first_difference():
     model = make_model(num_layers=2)
     plan = make_plan(make_model(num_layers=3))
-    with pytest.raises(MismatchError, match=r"made for model toy \(toy-3-32-64\)"):
+    with pytest.raises(MismatchError, match=r"block 3 is layers\.3 in the plan, head in the model"):
         lower_plan(plan, model, "train_step")
 
 
 def test_another_shape_is_named():
     plan = make_plan(make_model(length=8))
-    with pytest.raises(MismatchError, match="1 x 8 tokens, the model was traced for 1 x 16"):
+    with pytest.raises(MismatchError, match="length is 8 in the plan, 16 in the model"):
         lower_plan(plan, make_model(length=16), "train_step")
 
 
 def test_blocks_that_differ_are_named():
     model = make_model()
     plan = make_plan(model)
-    with pytest.raises(MismatchError, match="3 blocks, the model 4"):
+    with pytest.raises(MismatchError, match="block 3 is missing in the plan, head in the model"):
         lower_plan(replace(plan, blocks=plan.blocks[:-1]), model, "train_step")
     other = replace(plan, blocks=(plan.blocks[1], plan.blocks[0], *plan.blocks[2:]))
-    with pytest.raises(MismatchError, match=r"block 0 is layers\.1 in the plan and embed"):
+    with pytest.raises(MismatchError, match=r"block 0 is layers\.1 in the plan, embed in"):
         lower_plan(other, model, "train_step")
 
 
@@ -233,6 +233,14 @@ def test_a_trained_parameter_that_the_loss_ignores_is_refused():
     model = replace(model, parameters={**model.parameters, name: unused})
     with pytest.raises(RefusedError, match=r"head\.weight is to be trained, but the loss"):
         lower_plan(make_plan(model), model, "train_step")
+
+
+def test_several_workers_are_refused():
+    model = make_model()
+    plan = make_plan(model)
+    plan = replace(plan, numerics=replace(plan.numerics, num_workers=2))
+    with pytest.raises(RefusedError, match="one process is one worker"):
+        lower_plan(plan, model, "train_step")
 
 
 def test_a_step_without_micro_batches_is_refused():

@@ -14,7 +14,7 @@ from typing import assert_never
 
 from packhorse.compiler.buffers import HEAP, heap_pool, name_buffers, name_states, size_pools
 from packhorse.compiler.layout import lay_out_chunks
-from packhorse.compiler.matching import check_plan
+from packhorse.compiler.matching import check_lowering
 from packhorse.compiler.passes.frees import add_frees
 from packhorse.compiler.passes.order import order_evaluation, order_train_step
 from packhorse.compiler.passes.residency import add_residency
@@ -49,7 +49,7 @@ def lower_plan(
         eval_microbatches: micro-batches of an evaluation; None takes as many as a training step.
 
     Raises:
-        MismatchError: the plan was made for another model.
+        MismatchError: the plan was made for another model; names the first difference.
         RefusedError: the plan contradicts itself, or a training step has nothing to train.
         DoesNotFitError: the device budget is used up before any chunk has a place.
         InputError: `eval_microbatches` is not positive, or given for another kind.
@@ -59,7 +59,7 @@ def lower_plan(
             f"eval_microbatches is {eval_microbatches} for a program of kind {kind}",
             fix="give a positive number, and only for an evaluation",
         )
-    check_plan(plan, model)
+    check_lowering(plan, model)
     layout = lay_out_chunks(plan, model)
     draft = _draft(plan, model, layout, kind, eval_microbatches)
     return Program(

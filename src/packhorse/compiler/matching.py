@@ -1,67 +1,52 @@
-"""Does a plan speak of this model? Checked before anything is lowered.
+"""Can a plan be lowered for a model? Checked before anything is.
 
-In: a plan and a model. Out: nothing, or an error that names the first difference.
+In: a plan and a model. Out: nothing, or an error that names what is in the way.
 """
 
 from __future__ import annotations
 
-from packhorse.errors import MismatchError, RefusedError
+from packhorse.errors import RefusedError
 from packhorse.model.spec import Model
+from packhorse.plan.identity import check_plan
 from packhorse.plan.spec import ChunkPlan, Plan
 from packhorse.program.buffers import TierName
 
 _REMAKE = "make a plan for this model and this batch"
 
 
-def check_plan(plan: Plan, model: Model) -> None:
-    """Refuse a plan that was made for another model, shape or set of tiers.
+def check_lowering(plan: Plan, model: Model) -> None:
+    """Refuse a plan that was made for another model, or asks for what cannot be done.
 
     Raises:
-        MismatchError: fingerprint, shape or blocks differ from the model's.
-        RefusedError: the plan asks for what its budget or this compiler does not have.
+        MismatchError: it is of another model or shape; names the first difference.
+        RefusedError: it asks for what its budget or this compiler does not have.
     """
-    _check_model(plan, model)
-    _check_blocks(plan, model)
+    # A search lowers thousands of plans of one model, so the long comparison is for strangers. How
+    # chunks hold the parameters is checked, place by place, when they are laid out.
+    if _identity_of_plan(plan) != _identity_of_model(model):
+        check_plan(plan, model)
     _check_numerics(plan)
     for index, chunk in enumerate(plan.chunks):
         _check_tiers(plan, index, chunk)
 
 
-def _check_model(plan: Plan, model: Model) -> None:
-    if plan.model != model.fingerprint:
-        raise MismatchError(
-            f"the plan was made for model {plan.model_name} ({plan.model}), "
-            f"not for {model.name} ({model.fingerprint})",
-            where="plan.model",
-            fix=_REMAKE,
-        )
-    planned = (plan.numerics.microbatch_rows.value, plan.length)
-    if planned != (model.rows, model.length):
-        raise MismatchError(
-            f"the plan is for micro-batches of {planned[0]} x {planned[1]} tokens, "
-            f"the model was traced for {model.rows} x {model.length}",
-            where="plan.numerics.microbatch_rows and plan.length",
-            fix="trace the model at the plan's shape, or " + _REMAKE,
-        )
+def _identity_of_plan(plan: Plan) -> tuple[object, ...]:
+    names = tuple(block.name for block in plan.blocks)
+    return plan.model, plan.numerics.microbatch_rows.value, plan.length, names
 
 
-def _check_blocks(plan: Plan, model: Model) -> None:
-    if len(plan.blocks) != len(model.blocks):
-        raise MismatchError(
-            f"the plan has {len(plan.blocks)} blocks, the model {len(model.blocks)}",
-            where="plan.blocks",
-            fix=_REMAKE,
-        )
-    for index, (planned, block) in enumerate(zip(plan.blocks, model.blocks, strict=True)):
-        if planned.name != block.name:
-            raise MismatchError(
-                f"block {index} is {planned.name} in the plan and {block.name} in the model",
-                where=f"plan.blocks[{index}]",
-                fix=_REMAKE,
-            )
+def _identity_of_model(model: Model) -> tuple[object, ...]:
+    names = tuple(block.name for block in model.blocks)
+    return model.fingerprint, model.rows, model.length, names
 
 
 def _check_numerics(plan: Plan) -> None:
+    if plan.numerics.num_workers != 1:
+        raise RefusedError(
+            f"the plan has {plan.numerics.num_workers} workers; one process is one worker",
+            where="plan.numerics.num_workers",
+            fix="set numerics.num_workers: 1",
+        )
     if plan.numerics.num_microbatches < 1:
         raise RefusedError(
             f"the plan has {plan.numerics.num_microbatches} micro-batches; a step needs at least 1",
