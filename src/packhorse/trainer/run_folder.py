@@ -279,7 +279,8 @@ def _refuse_newer(folder: Path, path: Path, step: int) -> None:
             f"resuming after step {step} would begin a second branch: {folder} has {names} already,"
             " which the next --resume would take",
             where=f"--resume {path}",
-            fix=f"remove or move {names} yourself, or choose another output_dir",
+            fix="to go on from the newest, give --resume alone;"
+            f"\nto go back, move {names} away yourself, or choose another output_dir",
         )
 
 
