@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from cli_cases import write_plan_folder
+from models import make_model
 
+from packhorse.model.files import format_model
 from packhorse.plan.files import read_plan
 from packhorse.program.digest import digest_program
 from packhorse.program.text import parse_program
@@ -211,6 +213,21 @@ def test_explain_shows_causes_choices_and_relief(shell, plan_folder):
     assert plan.prediction is not None
     assert document["step_ns"] == plan.prediction.step_ns
     assert document["run"] is None
+    # What was tried is listed, but not what would change the numbers.
+    assert f"Faster: {document['relief'][0].split(':')[0]}" in " ".join(done.out.split())
+    assert not any("clipping" in each for each in document["relief"])
+    (plan_folder / "profile.json").unlink()
+    assert "which are not beside it" in " ".join(shell("explain", plan_folder).out.split())
+    assert shell("explain", plan_folder, "--json").document["relief"] is None
+
+
+@pytest.mark.parametrize("command", ["lower", "simulate"])
+def test_a_plan_of_another_model_is_told_by_the_first_difference(shell, plan_folder, command):
+    other = make_model(num_layers=2, hidden=256, vocabulary=512)
+    (plan_folder / "model.json").write_text(format_model(other))
+    done = shell(command, plan_folder / "plan.json")
+    assert done.code == 2
+    assert "block 3 is layers.3 in the plan, head in the model" in done.err
 
 
 def test_compare_takes_a_run_folder_or_two_timelines(shell, plan_folder):

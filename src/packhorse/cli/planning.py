@@ -265,7 +265,12 @@ def advise(plan: Plan, model: Model, profile: Profile, machine: Machine) -> Advi
     from packhorse.search.relief import describe_clipping, find_relief
 
     return Advice(
-        relief=tuple(relief.text for relief in find_relief(plan, model, profile, machine)),
+        # What would change the numbers is no relief: clipping has a sentence of its own.
+        relief=tuple(
+            relief.text
+            for relief in find_relief(plan, model, profile, machine)
+            if not relief.changes_numbers
+        ),
         clipping=describe_clipping(plan, model, profile, machine),
     )
 
