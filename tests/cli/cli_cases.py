@@ -15,7 +15,7 @@ from models import make_model, make_plan
 from packhorse.cli.main import run_arguments
 from packhorse.machine.catalogue import load_known_machine
 from packhorse.machine.files import write_machine
-from packhorse.model.files import write_model
+from packhorse.model.files import format_model
 from packhorse.plan.files import format_plan
 from packhorse.plan.spec import Plan
 from packhorse.profile.analytic import estimate_profile
@@ -70,7 +70,7 @@ def write_plan_folder(folder: Path) -> Plan:
         budget_bytes={"device": 64 * MIB, "disk": 256 * MIB},
     )
     plan = replace(plan, prediction=predict_plan(plan, model, profile, machine))
-    write_model(model, folder / "model.json")
+    (folder / "model.json").write_text(format_model(model))
     write_machine(machine, folder / "machine.json")
     (folder / "profile.json").write_text(format_profile(profile))
     (folder / "plan.json").write_text(format_plan(plan))

@@ -11,7 +11,6 @@ from packhorse.machine.budget import (
     Budget,
     DiskBudget,
     check_scratch,
-    format_budget,
     free_less_margin,
     parse_budget,
     parse_memory,
@@ -159,11 +158,6 @@ def test_margin(free: int) -> None:
         assert taken >= min(free, least)
         assert taken >= int(free * 0.1)
         assert taken <= max(least, int(free * 0.1))
-
-
-def test_text_form_reads_back() -> None:
-    budget = parse_budget(format_budget(GPU))
-    assert with_budget(GPU, budget) == GPU
 
 
 def test_disk_facts(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from packhorse.plan.pins import read_pins
 from packhorse.program.buffers import PAGE_BYTES
 from packhorse.search.evaluation import Evaluator
 from packhorse.search.prediction import predict_plan
-from packhorse.search.search import smallest_plan
 from packhorse.search.settings import list_settings
 from packhorse.search.space import Problem
 from packhorse.simulator.costs import TaskCosts
@@ -31,6 +30,7 @@ from tests.search.toy_search import (
     make_machine,
     need,
     search,
+    smallest_plan,
 )
 
 

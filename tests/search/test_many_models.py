@@ -10,11 +10,18 @@ from packhorse.compiler.lower import lower_plan
 from packhorse.plan.files import format_plan, parse_plan
 from packhorse.plan.identity import check_plan
 from packhorse.plan.pins import Pins
-from packhorse.search.search import smallest_plan
 from packhorse.search.settings import choose_chunk_bytes
 from packhorse.units import GIB, MIB
 from packhorse.verifier.rules import verify_program
-from tests.search.toy_search import ADAMW, SGD, make_candidates, make_machine, need, search
+from tests.search.toy_search import (
+    ADAMW,
+    SGD,
+    make_candidates,
+    make_machine,
+    need,
+    search,
+    smallest_plan,
+)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -7,10 +7,9 @@ import pytest
 from packhorse.compiler.lower import lower_plan
 from packhorse.search.prediction import predict_evaluation_ns
 from packhorse.search.relief import cost_of_clipping, find_relief
-from packhorse.search.search import smallest_plan
 from packhorse.simulator.costs import TaskCosts
 from packhorse.simulator.engine import simulate_program
-from tests.search.toy_search import SGD, make_candidates, make_machine, need, search
+from tests.search.toy_search import SGD, make_candidates, make_machine, need, search, smallest_plan
 
 
 def tight_plan(candidates, **options):

@@ -8,8 +8,13 @@ from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint, Tier, Updat
 from packhorse.plan.pins import read_pins
 from packhorse.plan.spec import OptimizerPlan
 from packhorse.profile.analytic import estimate_profile
+from packhorse.search.evaluation import Evaluator
 from packhorse.search.search import find_plan
-from packhorse.search.space import Arithmetic, Candidate
+from packhorse.search.settings import list_settings
+from packhorse.search.sketch import Sketches
+from packhorse.search.smallest import find_smallest, round_up_page
+from packhorse.search.space import Arithmetic, Candidate, Problem
+from packhorse.search.writing import write_plan
 from tests.support.models import make_model
 
 ARITHMETIC = Arithmetic(
@@ -68,6 +73,17 @@ def search(candidates, machine=None, *, total=2, optimizer=ADAMW, pins=None, how
         global_batch_rows=total,
         pins=read_pins(pins or {}),
     )
+
+
+def smallest_plan(candidates, machine, **options):
+    """The plan behind the smallest budget that a refusal names; its budgets are its needs."""
+    problem = Problem(machine=machine, **options)
+    evaluator = Evaluator(problem)
+    sketches = Sketches(evaluator)
+    smallest = find_smallest(evaluator, sketches, list_settings(problem, candidates))
+    needs = evaluator.needs_of_all(smallest).items()
+    budget_bytes = {tier: round_up_page(need_bytes) for tier, need_bytes in needs}
+    return write_plan(evaluator, sketches, smallest, budget_bytes=budget_bytes)
 
 
 def need(plan):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from packhorse.errors import StorageError
 from packhorse.storage.counters import IoCounters
 from packhorse.storage.mapping import Mapping
-from packhorse.storage.scratch_file import create_scratch_file, open_scratch_file
+from packhorse.storage.scratch_file import create_scratch_file
 from packhorse.storage.space import free_bytes
 from packhorse.units import MIB
 
@@ -223,23 +223,6 @@ def test_allocation_that_fails_leaves_no_file(
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot create the scratch file: No such file"):
         create_scratch_file(tmp_path / "none" / "s", PAGE)
-
-
-def test_reopens_with_content_and_refuses_other_sizes(tmp_path: Path) -> None:
-    with create_scratch_file(tmp_path / "s", 2 * PAGE) as file:
-        file.write_from(pattern(PAGE), PAGE, PAGE)
-        file.sync()
-    with open_scratch_file(tmp_path / "s", 2 * PAGE) as file:
-        content = bytearray(PAGE)
-        file.read_into(content, PAGE, PAGE)
-        assert content == pattern(PAGE)
-        file.remove()
-    assert not (tmp_path / "s").exists()
-    with pytest.raises(StorageError, match="No such file"):
-        open_scratch_file(tmp_path / "s", 2 * PAGE)
-    (tmp_path / "s").write_bytes(b"x")
-    with pytest.raises(StorageError, match="it has 1 bytes, 8192 are needed"):
-        open_scratch_file(tmp_path / "s", 2 * PAGE)
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:

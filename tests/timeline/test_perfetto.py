@@ -1,7 +1,6 @@
-import gzip
 import json
 
-from packhorse.timeline.perfetto import format_trace, write_trace
+from packhorse.timeline.perfetto import format_trace
 from tests.timeline.timelines import make_timeline
 
 
@@ -20,13 +19,3 @@ def test_every_span_and_point_is_an_event():
         assert [e["args"]["bytes"] for e in own if e["ph"] == "C"] == [0, 4096, 0, 8192]
         process_names = [e["args"]["name"] for e in own if e["name"] == "process_name"]
         assert process_names == [f"rank 0 {timeline.source}"]
-
-
-def test_writes_plain_and_compressed_traces(tmp_path):
-    timeline = make_timeline()
-    for name in ("a.json", "a.json.gz", "b.json.gz"):
-        write_trace(tmp_path / name, timeline)
-    packed = (tmp_path / "a.json.gz").read_bytes()
-    assert gzip.decompress(packed) == (tmp_path / "a.json").read_bytes()
-    assert packed == (tmp_path / "b.json.gz").read_bytes()
-    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]

@@ -8,7 +8,6 @@ from packhorse.timeline.files import (
     format_timeline,
     parse_timeline,
     read_timeline,
-    write_timeline,
 )
 from packhorse.timeline.spec import Timeline
 from tests.timeline.timelines import make_timeline
@@ -48,7 +47,7 @@ def test_the_text_is_settled():
 
 @pytest.mark.parametrize("timeline", [make_timeline(source="measured", rank=2), EMPTY])
 def test_reads_back_what_was_written(timeline, tmp_path):
-    write_timeline(timeline, tmp_path / "timeline.json")
+    (tmp_path / "timeline.json").write_text(format_timeline(timeline))
     assert read_timeline(tmp_path / "timeline.json") == timeline
     as_yaml = yaml.safe_dump(json.loads(format_timeline(timeline)))
     assert parse_timeline(as_yaml) == timeline

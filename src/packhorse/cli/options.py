@@ -39,7 +39,6 @@ Settings = Annotated[
     ),
 ]
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (YAML).")]
-PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json.")]
 ModelPath = Annotated[
     Path | None,
     typer.Option(

@@ -99,13 +99,6 @@ def parse_memory(text: str | int, machine: Machine) -> Budget:
     return Budget(device_bytes=_parse_size("device", text))
 
 
-def format_budget(machine: Machine) -> str:
-    """Render the budgets of a machine so that `parse_budget` reads them back (but for the path)."""
-    return ",".join(
-        f"{tier.name}={format_exact_bytes(tier.budget_bytes)}" for tier in machine.tiers
-    )
-
-
 def with_budget(machine: Machine, budget: Budget, *, here: bool = False) -> Machine:
     """Give a machine's tiers the budget; tiers that it does not name keep what they have.
 

@@ -74,22 +74,6 @@ def format_model(model: Model) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def write_model(model: Model, path: str | os.PathLike[str]) -> None:
-    """Write a model.json.
-
-    Raises:
-        FileFormatError: the file cannot be written.
-    """
-    try:
-        Path(path).write_text(format_model(model), encoding="ascii")
-    except OSError as error:
-        raise FileFormatError(
-            f"cannot write the model file: {error.strerror}",
-            where=os.fspath(path),
-            fix="name a folder that this user may write",
-        ) from error
-
-
 def read_model(path: str | os.PathLike[str]) -> Model:
     """Read a model.json (or the same in YAML).
 

@@ -32,7 +32,7 @@ def count_segments(num_elements: int) -> int:
 
 
 @torch.no_grad()
-def segment_squares(pieces: Iterable[Tensor], *, out: Tensor | None = None) -> Tensor:
+def segment_squares(pieces: Iterable[Tensor]) -> Tensor:
     """Sum the squares of each segment of each piece.
 
     A parameter may be cut into pieces at multiples of 16,384 elements from its start: the results
@@ -42,13 +42,12 @@ def segment_squares(pieces: Iterable[Tensor], *, out: Tensor | None = None) -> T
     Args:
         pieces: contiguous gradients of any float dtype, all on one device, each beginning at a
             segment of its parameter.
-        out: float64, 1-D, exactly as long as all segments together; allocated when absent.
 
     Returns:
-        `out`: float64, 1-D, the segments of all pieces in order.
+        Float64, 1-D, the segments of all pieces in order.
 
     Raises:
-        ValueError: `out` has another length, or a piece is not contiguous.
+        ValueError: a piece is not contiguous.
     """
     flats: list[Tensor] = []
     for piece in pieces:
@@ -57,9 +56,7 @@ def segment_squares(pieces: Iterable[Tensor], *, out: Tensor | None = None) -> T
         flats.append(piece.view(-1))
     total = sum(count_segments(flat.numel()) for flat in flats)
     device = flats[0].device if flats else None
-    squares = torch.empty(total, dtype=torch.float64, device=device) if out is None else out
-    if squares.shape != (total,):
-        raise ValueError(f"out has shape {tuple(squares.shape)}, the pieces have {total} segments")
+    squares = torch.empty(total, dtype=torch.float64, device=device)
     scratch = torch.empty((_ROWS, SEGMENT_ELEMENTS), dtype=torch.float64, device=device)
     done = 0
     for part in _batches(flats):

@@ -19,14 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from packhorse.machine.spec import Machine, TierName
+from packhorse.machine.spec import Machine
 from packhorse.plan.pins import Pins
 from packhorse.plan.spec import OptimizerPlan, Plan
 from packhorse.search.evaluation import Evaluation, Evaluator
 from packhorse.search.knapsack import FINE_GAP, ROUGH_GAP, choose_moves
 from packhorse.search.settings import list_settings
 from packhorse.search.sketch import Sketch, Sketches
-from packhorse.search.smallest import find_smallest, refuse, round_up_page
+from packhorse.search.smallest import find_smallest, refuse
 from packhorse.search.space import Arithmetic, Candidate, Problem, Setting
 from packhorse.search.writing import write_plan
 
@@ -75,38 +75,6 @@ def find_plan(
         if not _fits_all(evaluator, best):
             raise refuse(evaluator, best)
     return write_plan(evaluator, sketches, best, budget_bytes=evaluator.budget_bytes)
-
-
-def smallest_plan(
-    candidates: Sequence[Candidate],
-    machine: Machine,
-    *,
-    optimizer: OptimizerPlan,
-    arithmetic: Arithmetic,
-    global_batch_rows: int,
-    pins: Pins = Pins(),  # noqa: B008 a frozen value
-) -> Plan:
-    """Find the plan that needs the smallest device budget, whatever the machine's is.
-
-    Its `budget_bytes` are what it needs, in whole pages. Arguments as in `find_plan`.
-
-    Raises:
-        RecipeError: a pin or the batch cannot be met.
-    """
-    problem = Problem(
-        machine=machine,
-        optimizer=optimizer,
-        arithmetic=arithmetic,
-        pins=pins,
-        global_batch_rows=global_batch_rows,
-    )
-    evaluator = Evaluator(problem)
-    sketches = Sketches(evaluator)
-    settings = list_settings(problem, candidates)
-    smallest = find_smallest(evaluator, sketches, settings)
-    needs = evaluator.needs_of_all(smallest)
-    budget_bytes: dict[TierName, int] = {tier: round_up_page(need) for tier, need in needs.items()}
-    return write_plan(evaluator, sketches, smallest, budget_bytes=budget_bytes)
 
 
 def _find_best(

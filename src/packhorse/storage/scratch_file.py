@@ -14,7 +14,6 @@ import ctypes
 import errno
 import mmap
 import os
-import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ _SYNC_RANGE_ALL: Final = 7  # wait before, write, wait after: <linux/fs.h> SYNC_
 
 
 class ScratchFile:
-    """An open scratch file; made by `create_scratch_file` or `open_scratch_file`.
+    """An open scratch file; made by `create_scratch_file`.
 
     Transfers may run on several threads at once, as long as their ranges do not overlap.
     """
@@ -140,17 +139,6 @@ class ScratchFile:
                             self._read(descriptor, pages, place)
                         pages[:length] = memory.part(start, length)
                         self._write(descriptor, pages, place)
-
-    def sync(self) -> None:
-        """Bring what was written to the disk's stable part; blocks until it is there.
-
-        Raises:
-            StorageError: the disk fails.
-        """
-        try:
-            os.fdatasync(self._open_descriptor())
-        except OSError as error:
-            raise explain_failure(error, self._path, "flush the scratch file") from error
 
     def close(self) -> None:
         """Close the file and keep it on the disk. Closing twice is harmless."""
@@ -312,35 +300,6 @@ def create_scratch_file(
     except StorageError:
         target.unlink(missing_ok=True)
         raise
-
-
-def open_scratch_file(
-    path: str | os.PathLike[str],
-    size_bytes: int,
-    *,
-    direct: bool | None = None,
-    block_bytes: int = DEFAULT_BLOCK_BYTES,
-) -> ScratchFile:
-    """Open a scratch file that an earlier run made, with its content.
-
-    Raises:
-        StorageError: it is missing, is no regular file, or has another size.
-    """
-    target = Path(path)
-    size_bytes = max(align_up(size_bytes), ALIGNMENT_BYTES)
-    _check_block(block_bytes)
-    try:
-        there = target.stat()
-    except OSError as error:
-        raise explain_failure(error, target, "open the scratch file") from error
-    if not stat.S_ISREG(there.st_mode) or there.st_size != size_bytes:
-        raise StorageError(
-            f"this is not the scratch file that was made: it has {there.st_size} bytes,"
-            f" {size_bytes} are needed",
-            where=str(target),
-            fix="resume from the last checkpoint instead",
-        )
-    return _open(target, size_bytes, direct=direct, block_bytes=block_bytes)
 
 
 def _check_block(block_bytes: int) -> None:

@@ -52,11 +52,6 @@ def format_timeline(timeline: Timeline) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def write_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Write a timeline.json."""
-    Path(path).write_text(format_timeline(timeline), encoding="utf-8")
-
-
 def read_timeline(path: str | Path) -> Timeline:
     """Read a timeline.json (or the same in YAML).
 

@@ -7,10 +7,8 @@ three decimals, so no nanosecond is lost.
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from packhorse.timeline.names import LANES, words_for
 from packhorse.timeline.spec import Timeline
@@ -52,13 +50,6 @@ def format_trace(*timelines: Timeline) -> str:
     """Render timelines as a Chrome trace, one event on a line."""
     events = ",\n".join(json.dumps(event) for event in trace_events(timelines))
     return '{"displayTimeUnit": "ns", "traceEvents": [\n' + events + "\n]}\n"
-
-
-def write_trace(path: str | Path, *timelines: Timeline) -> None:
-    """Write a Chrome trace; a path that ends in `.gz` is compressed, always to the same bytes."""
-    path = Path(path)
-    data = format_trace(*timelines).encode("ascii")
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 def _name(what: str, process: int, thread: int, args: dict[str, object]) -> dict[str, object]:
