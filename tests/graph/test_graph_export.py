@@ -155,6 +155,15 @@ class NumpyUsing(nn.Module):
         return h + torch.from_numpy(np.tanh(h.detach().numpy()))
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(8, 8)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.cells(h)[0]
+
+
 class Holder(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -194,6 +203,7 @@ BATCH = {"x": torch.ones(2, 8), "y": torch.zeros(2, 8)}
         (Holder(WithoutCounter()), ("strange", "strange.mean", "running statistics")),
         (Holder(Drawing()), ("rand", "strange")),
         (Holder(NormalDrawing()), ("randn", "strange")),
+        (Holder(Recurrent()), ("lstm", "strange.cells", "LSTMCell")),
         (InputChanging(), ("changes the input 'x'",)),
         (NoLoss(), ("NoLoss", "loss")),
     ],
@@ -205,11 +215,14 @@ BATCH = {"x": torch.ones(2, 8), "y": torch.zeros(2, 8)}
         "bare batch norm",
         "rand",
         "randn",
+        "lstm",
         "in place",
         "no loss",
     ],
 )
-def test_an_untraceable_module_is_named(module: nn.Module, words: tuple[str, ...]) -> None:
+def test_an_untraceable_module_is_named(
+    module: nn.Module, words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
     before = snapshot(module)
     with pytest.raises(ModelError) as caught:
         trace_blocks(export_module(module, BATCH), rows=2)
@@ -218,8 +231,18 @@ def test_an_untraceable_module_is_named(module: nn.Module, words: tuple[str, ...
         assert word in message, message
     assert caught.value.fix
     assert len(message.splitlines()) < 30
+    assert capfd.readouterr().err == ""
     after = snapshot(module)
     assert {n: before[n][0] for n in before} == {n: after[n][0] for n in after}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
+def test_parameters_of_a_dtype_that_would_be_lost_are_refused(dtype: torch.dtype) -> None:
+    module = Small()
+    values = torch.ones(3, dtype=dtype)
+    module.scale = nn.Parameter(values, requires_grad=dtype.is_floating_point)
+    with pytest.raises(ModelError, match=r"parameter scale is (float64|int64|complex64)"):
+        export_module(module, BATCH)
 
 
 def test_a_forward_that_misses_an_argument_says_so() -> None:

@@ -9,9 +9,11 @@ left as it was. A batch dimension that the model allows to vary stays symbolic.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,10 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from packhorse.errors import ModelError, PackhorseError
+from packhorse.graph.losses import as_tuple, find_loss
 from packhorse.graph.masks import trace_like_eager
 from packhorse.graph.refusals import check_changes, explain_failure
 
 DENOMINATOR = "denominator"
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,10 @@ class Exported:
     device: str
 
 
+class _DataDependentError(Exception):
+    """What the forward does depends on the values of tensors; the cause says where."""
+
+
 class LossModule(nn.Module):
     """Calls a module with a batch and returns the micro-batch's share of the loss.
 
@@ -71,14 +79,20 @@ class LossModule(nn.Module):
 
     def forward(self, denominator: Tensor, *tensors: Tensor) -> Tensor:
         batch = dict(zip(self.names, tensors, strict=True))
+        try:
+            return self._find_loss(denominator, batch)
+        except RuntimeError as error:
+            if "data-dependent" not in str(error):
+                raise
+            # Torch prints the whole graph so far on stderr where it knows the reason.
+            raise _DataDependentError(str(error)) from error
+
+    def _find_loss(self, denominator: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         if self.takes_items:
-            output = self.module(**batch, num_items_in_batch=denominator, use_cache=False)
-            return output.loss if hasattr(output, "loss") else output[0]
-        output = self.module(**batch)
-        loss: Tensor | tuple[Tensor, ...] = output.loss if hasattr(output, "loss") else output
-        if isinstance(loss, tuple):
-            loss = loss[0]
-        return loss / denominator
+            output: object = self.module(**batch, num_items_in_batch=denominator, use_cache=False)
+            parts = as_tuple(output)
+            return find_loss(self.module, output if parts is None else parts[0])[0]
+        return find_loss(self.module, self.module(**batch))[0] / denominator
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -127,6 +141,7 @@ def export_module(
         ModelError: the module cannot be traced; names the reason torch gives.
     """
     specs = describe_parameters(module)
+    _check_dtypes(specs)
     first = next(iter(batch.values()))
     rows, length = first.shape[0], first.shape[1] if first.dim() > 1 else 1
     example_rows = max(2, rows)
@@ -162,6 +177,20 @@ def export_module(
     raise ModelError(f"the model cannot be traced: {failure}")
 
 
+def _check_dtypes(specs: Mapping[str, TracedParameter]) -> None:
+    """Refuse parameters that would silently be kept and computed in another dtype."""
+    for spec in specs.values():
+        if spec.dtype not in _DTYPES:
+            kind = str(spec.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"parameter {spec.name} is {kind}; parameters are float32, bfloat16 or float16",
+                where=f"parameter {spec.name}",
+                fix="call .float() on the model"
+                if spec.dtype.is_floating_point
+                else "register it as a buffer: nothing can be learnt of it",
+            )
+
+
 def default_device(device: str) -> contextlib.AbstractContextManager[object]:
     """Make new tensors on a device; on the CPU, where they are anyway, change nothing."""
     return contextlib.nullcontext() if device == "cpu" else torch.device(device)
@@ -180,6 +209,7 @@ def _export(
         _fake_weights(module, mode, compute_dtype),
         mode,
         trace_like_eager("position_ids" in batch),
+        _silence("torch.fx.experimental.symbolic_shapes"),
     ):
         tensors = tuple(
             torch.zeros((rows, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in batch.values()
@@ -241,6 +271,18 @@ def _read_signature(
                 fix="build the module with its buffers on the CPU (parameters may stay on meta)",
             )
     return parameters, inputs, constants
+
+
+@contextlib.contextmanager
+def _silence(name: str) -> Generator[None]:
+    """Keep a logger quiet: what it says of a failure is in the error, in a user's words."""
+    logger = logging.getLogger(name)
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager

@@ -23,6 +23,9 @@ from packhorse.graph.nodes import node_of
 from packhorse.graph.refusals import describe_place
 
 _aten = torch.ops.aten
+_RECURRENT = (
+    _aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input
+)  # fmt: skip
 _PASS_THROUGH = (
     _aten.view.default,
     _aten.reshape.default,
@@ -104,6 +107,12 @@ class BlockInterpreter(fx.Interpreter):
                     args = (*args[:4], 0.0, *args[5:])
                 return super().call_function(target, args, kwargs)
             return self._attend_with_dropout(p, args, kwargs)
+        if target in _RECURRENT:
+            raise ModelError(
+                f"{target} runs a kernel whose state no trace shows, so it cannot be planned",
+                where=describe_place(self.current, block=self.block_module),
+                fix="write the recurrence with cells, such as torch.nn.LSTMCell or GRUCell",
+            )
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
             raise ModelError(
                 f"{target} draws random numbers that the plan cannot reproduce",

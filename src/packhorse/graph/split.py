@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from packhorse.errors import ModelError
 from packhorse.graph.export import Exported
+from packhorse.graph.losses import LOSS_FIX
 from packhorse.graph.nodes import schema_of, sizes_of, writes_in_place
 
 MIN_BLOCKS: Final = 3
@@ -66,11 +67,19 @@ def split_graph(exported: Exported) -> tuple[Piece, ...]:
     if not isinstance(loss, fx.Node) or not isinstance(value, Tensor):
         raise ModelError("the forward returns no loss tensor")
     if prod(value.shape) != 1:
-        raise ModelError(f"the loss has shape {tuple(value.shape)}, not one element")
+        raise ModelError(
+            f"the loss has shape {tuple(value.shape)}, not one element",
+            where="what the forward returns",
+            fix=LOSS_FIX,
+        )
     rooted = _depend_on_parameters(graph, exported)
     line = [node for node in nodes if node in rooted]
     if not line or loss not in rooted:
-        raise ModelError("the loss does not depend on any parameter")
+        raise ModelError(
+            "the loss does not depend on any parameter",
+            where="what the forward returns",
+            fix="compute it from the parameters, without .detach() and outside of no_grad",
+        )
     bounds = _choose_cuts(line, loss, exported)
     pieces: list[Piece] = []
     for start, stop in zip([0, *bounds], [*bounds, len(line)], strict=True):

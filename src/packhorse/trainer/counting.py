@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from packhorse.errors import InputError, ModelError
 from packhorse.graph.export import is_transformers_model
+from packhorse.graph.losses import find_loss
 
 LossKind = Literal["items", "pair", "mean"]
 IGNORED_LABEL = -100
@@ -33,12 +34,12 @@ class LossKindWatcher:
     """Remembers what kind of loss a module returned while it was traced."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.kind: LossKind = "items" if is_transformers_model(module) else "mean"
 
     def take(self, output: object) -> None:
         """Look at what the forward returned."""
-        loss: object = getattr(output, "loss", output)
-        if self.kind != "items" and isinstance(loss, tuple):
+        if self.kind != "items" and find_loss(self.module, output)[1] is not None:
             self.kind = "pair"
 
 
@@ -132,8 +133,9 @@ def make_denominators(
 
 def _trace_count(module: nn.Module, example: Mapping[str, Tensor]) -> fx.GraphModule:
     def count(parameters: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-        output: Any = functional_call(module, parameters, (), batch)  # any module's output
-        found: Any = getattr(output, "loss", output)[1]  # of a pair; checked by watch_loss
+        output: object = functional_call(module, parameters, (), batch)
+        _, found = find_loss(module, output)
+        assert found is not None  # of a pair: watch_loss saw one
         return found if isinstance(found, Tensor) else torch.tensor(float(found))
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -143,7 +145,8 @@ def _trace_count(module: nn.Module, example: Mapping[str, Tensor]) -> fx.GraphMo
         }
         batch = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in example.items()}
         try:
-            traced = make_fx(count)(parameters, batch)
+            with torch.no_grad():
+                traced = make_fx(count)(parameters, batch)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise _cannot_count(module, str(error).strip().splitlines()[0]) from error
     traced.graph.eliminate_dead_code()
