@@ -7,27 +7,27 @@ beside it, `big.json` has `big.model.json`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from packhorse.errors import InputError
+from packhorse.plan.files import PLAN_NAME
 
 if TYPE_CHECKING:
     from packhorse.model.spec import Model
 
 Companion = Literal["model", "machine", "profile", "run"]
-_PLAN_NAME: Final = "plan.json"
 
 
 def companion_path(plan: Path, companion: Companion) -> Path:
     """Name a companion of a plan."""
-    if plan.name == _PLAN_NAME:
+    if plan.name == PLAN_NAME:
         return plan.with_name(f"{companion}.json")
     return plan.with_name(f"{plan.stem}.{companion}.json")
 
 
 def plan_path(path: Path) -> Path:
     """Name the plan that a path means: the file itself, or the plan.json of a run folder."""
-    return path / _PLAN_NAME if path.is_dir() else path
+    return path / PLAN_NAME if path.is_dir() else path
 
 
 def read_plan_model(plan: Path, model: Path | None) -> Model:

@@ -58,9 +58,9 @@ def find_process(folder: Path) -> Difference | None:
 
     None where there is no plan with a prediction, or a run without that metric.
     """
-    from packhorse.plan.files import read_plan
+    from packhorse.plan.files import PLAN_NAME, read_plan
     from packhorse.report.compare import Difference
-    from packhorse.trainer.run_folder import METRICS_NAME, PLAN_NAME, read_metrics
+    from packhorse.trainer.run_folder import METRICS_NAME, read_metrics
     from packhorse.units import GIB
 
     if not (folder / PLAN_NAME).is_file():

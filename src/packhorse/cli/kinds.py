@@ -6,12 +6,12 @@ manifest), a token cache (it has another), or a run folder (a recipe.yaml or a p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, cast
 
 from packhorse.errors import FileFormatError
+from packhorse.notation import NotationError, parse_notation
 
 FileKind = Literal[
     "plan",
@@ -95,14 +95,11 @@ def _detect_folder(path: Path) -> FileKind:
 
 
 def _find_kind(text: str, path: Path) -> FileKind | None:
-    import yaml
-
-    is_json = text.lstrip().startswith("{")
     try:
-        loaded: object = json.loads(text) if is_json else _load_yaml(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        loaded = parse_notation(text)
+    except NotationError as error:
         raise FileFormatError(
-            f"the file is no {'JSON' if is_json else 'YAML'}: {' '.join(str(error).split())}",
+            f"the file is neither JSON nor YAML: {error}",
             where=str(path),
             fix="undo the last edit, or write the file anew",
         ) from error
@@ -118,9 +115,3 @@ def _find_kind(text: str, path: Path) -> FileKind | None:
             f"the file is of the unknown kind {kind!r}", where=str(path), fix=_FIX
         )
     return _KINDS[kind]
-
-
-def _load_yaml(text: str) -> object:
-    import yaml
-
-    return cast("object", yaml.safe_load(text))  # the loader is untyped

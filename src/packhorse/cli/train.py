@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from packhorse.trainer.run_folder import Resume
 
 NEWEST: Final = "newest"
-_PLAN_NAME: Final = "plan.json"
 
 
 def train_recipe(
@@ -116,12 +115,12 @@ def _settle_plan(
 ) -> Planned:
     """Take the plan that was named, or that of the run that is resumed, or make one."""
     from packhorse.cli.planning import plan_recipe, take_plan
-    from packhorse.plan.files import read_plan
+    from packhorse.plan.files import PLAN_NAME, read_plan
     from packhorse.trainer.run_folder import StartFresh
 
     if path is not None:
         return take_plan(recipe, machine, read_plan(path), path, screen)
-    earlier = recipe.run_folder / _PLAN_NAME
+    earlier = recipe.run_folder / PLAN_NAME
     if not isinstance(beginning, StartFresh) and earlier.is_file():
         plan = read_plan(earlier)
         try:
@@ -224,10 +223,11 @@ def _write_companions(planned: Planned, folder: Path) -> None:
     from packhorse.cli.companions import companion_path
     from packhorse.cli.outputs import write_output
     from packhorse.model.files import format_model
+    from packhorse.plan.files import PLAN_NAME
     from packhorse.profile.files import format_profile
     from packhorse.report.run_files import format_run
 
-    plan = folder / _PLAN_NAME
+    plan = folder / PLAN_NAME
     write_output(companion_path(plan, "model"), format_model(planned.traced.model))
     write_output(companion_path(plan, "profile"), format_profile(planned.profile))
     write_output(companion_path(plan, "run"), format_run(planned.run))

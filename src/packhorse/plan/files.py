@@ -32,6 +32,7 @@ from packhorse.plan.spec import (
 from packhorse.plan.text import format_json
 from packhorse.units import format_exact_bytes
 
+PLAN_NAME: Final = "plan.json"
 KIND: Final = "packhorse/plan"
 VERSION: Final = 1
 Value = TypeVar("Value", int, int | None, TierName, HeapMode, ActivationChoice)

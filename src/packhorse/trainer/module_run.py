@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from packhorse.checkpoint.manifest import MANIFEST_NAME, RunState
@@ -33,16 +32,11 @@ from packhorse.trainer.candidates import TracingRequest, trace_plan
 from packhorse.trainer.counting import Denominators, make_denominators, watch_loss
 from packhorse.trainer.frozen_values import FrozenValues, SavedWeights, ValueSource
 from packhorse.trainer.hand_over import give_back, map_saved, move_to_meta
-from packhorse.trainer.numerics import describe_numerics, list_changes
+from packhorse.trainer.numerics import COMPUTE_DTYPES, describe_numerics, list_changes
 from packhorse.trainer.run_program import RunProgram
 from packhorse.trainer.session import Session
 from packhorse.trainer.weight_files import FolderWeights
 from packhorse.trainer.weights import ModuleWeights, WeightSource
-
-_DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
 
 
 class Run:
@@ -327,7 +321,7 @@ class Run:
                 TracingRequest(
                     name=type(self._module).__name__,
                     groups=_planned_groups(self._plan),
-                    compute_dtype=_DTYPES[numerics.compute_dtype],
+                    compute_dtype=COMPUTE_DTYPES[numerics.compute_dtype],
                     device=numerics.device,
                 ),
                 rows=rows,

@@ -6,11 +6,19 @@ between two of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 import torch
 
 from packhorse.checkpoint.json_values import JsonObject
 from packhorse.machine.spec import Machine
 from packhorse.plan.spec import Numerics
+
+COMPUTE_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
 
 
 def find_instructions(machine: Machine) -> str | None:

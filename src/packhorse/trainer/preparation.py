@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, cast
+from typing import Literal, cast
 
-import torch
 from torch import Tensor, nn
 
 from packhorse.errors import RecipeError
@@ -30,6 +29,7 @@ from packhorse.trainer.candidates import (
 )
 from packhorse.trainer.model_sources import ModelSource, find_model, read_config
 from packhorse.trainer.modules import build_module, find_vocabulary, freeze_parameters
+from packhorse.trainer.numerics import COMPUTE_DTYPES
 from packhorse.trainer.recipe import Recipe
 from packhorse.trainer.run_data import RunData, make_example, prepare_run_data
 from packhorse.trainer.weight_files import FolderWeights
@@ -37,11 +37,6 @@ from packhorse.trainer.weights import RandomWeights, WeightSource
 
 # Called with what is done, how much of it is done, and how much there is where known.
 Progress = Callable[[str, int, int | None], None]
-
-_DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +119,7 @@ def prepare_run(
         request=TracingRequest(
             name=source.name,
             groups=groups,
-            compute_dtype=_DTYPES[compute_dtype],
+            compute_dtype=COMPUTE_DTYPES[compute_dtype],
             device=machine.device,
         ),
         example=make_example(data),
@@ -209,7 +204,7 @@ def choose_compute_dtype(recipe: Recipe, machine: Machine) -> str:
     if pinned is None:
         wants = machine.bf16_native if recipe.bf16 == "auto" else recipe.bf16
         return "bfloat16" if wants else "float32"
-    if pinned not in _DTYPES:
+    if pinned not in COMPUTE_DTYPES:
         raise RecipeError(
             f"compute_dtype is pinned to {pinned}, which would need loss scaling",
             where="recipe: plan.compute_dtype",

@@ -36,7 +36,6 @@ from packhorse.storage.space import explain_failure
 
 RECIPE_NAME: Final = "recipe.yaml"
 MACHINE_NAME: Final = "machine.json"
-PLAN_NAME: Final = "plan.json"
 PREDICTED_NAME: Final = "timeline-predicted.json"
 MEASURED_NAME: Final = "timeline-measured.json"
 METRICS_NAME: Final = "metrics.jsonl"

@@ -27,7 +27,7 @@ from packhorse.graph.trace import Traced
 from packhorse.machine.files import format_machine
 from packhorse.machine.spec import Machine
 from packhorse.optim.schedules import learning_rate_at
-from packhorse.plan.files import format_plan
+from packhorse.plan.files import PLAN_NAME, format_plan
 from packhorse.plan.spec import Plan
 from packhorse.runtime.engine import StepResult
 from packhorse.runtime.memory.heap import trim_heap
@@ -50,7 +50,6 @@ from packhorse.trainer.run_data import model_inputs
 from packhorse.trainer.run_folder import (
     MACHINE_NAME,
     MEASURED_NAME,
-    PLAN_NAME,
     PREDICTED_NAME,
     RECIPE_NAME,
     Beginning,
