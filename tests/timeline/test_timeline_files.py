@@ -69,7 +69,7 @@ def test_reads_back_what_was_written(timeline, tmp_path):
         ('"memory": {', '"memory": 3, "x": {', "unknown key 'x'"),
         ("[9000, 0]\n", "[9000, 0\n", "the timeline is damaged: "),
         (TEXT, "[]", "this is no timeline: it has no keys"),
-        (TEXT, "a: b: c", "the timeline is neither JSON nor YAML"),
+        (TEXT, "a: b: c", "the timeline is damaged: mapping values are not allowed here"),
     ],
 )
 def test_says_what_is_wrong_with_a_file(old, new, message):

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from packhorse.errors import FileFormatError, PackhorseError
 from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
+from packhorse.notation import NotationError, parse_notation
 from packhorse.units import format_bytes
 
 KIND: Final = "packhorse/machine"
@@ -85,9 +86,8 @@ def parse_machine(text: str, *, where: str = "machine text") -> Machine:
         FileFormatError: as for `read_machine`.
     """
     try:
-        # JSON is YAML, but its own reader is far faster and keeps 1e9 a number.
-        content: object = json.loads(text) if text.lstrip().startswith("{") else _load_yaml(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        content = parse_notation(text)
+    except NotationError as error:
         raise FileFormatError(f"the file is damaged: {error}", where=where, fix=_FIX) from error
     if not isinstance(content, dict):
         raise FileFormatError("this is no machine file: it holds no keys", where=where, fix=_FIX)
@@ -163,10 +163,6 @@ def check_machine(machine: Machine, where: str) -> None:
     ):
         if not (math.isfinite(share) and share >= 0):
             raise refuse(f"a share must be 0 or more, not {share}", f"heap.{key}")
-
-
-def _load_yaml(text: str) -> object:
-    return cast("object", yaml.safe_load(text))  # the loader is untyped
 
 
 def _check_kind(found: Mapping[object, object], where: str) -> None:

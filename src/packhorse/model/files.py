@@ -15,11 +15,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from packhorse.errors import FileFormatError
 from packhorse.model.spec import ITEM_BYTES, Block, Body, Model, Parameter, Value, ValueId
+from packhorse.notation import NotationError, parse_notation
 
 KIND: Final = "packhorse/model"
 VERSION: Final = 1
@@ -156,9 +156,8 @@ def check_model(model: Model, where: str) -> None:
 
 def _load(text: str, where: str) -> Mapping[object, object]:
     try:
-        # JSON is YAML, but its own reader is far faster.
-        loaded: object = json.loads(text) if text.lstrip().startswith("{") else _load_yaml(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        loaded = parse_notation(text)
+    except NotationError as error:
         shown = " ".join(str(error).split())
         raise FileFormatError(
             f"the model file is damaged: {shown}", where=where, fix=_FIX
@@ -166,10 +165,6 @@ def _load(text: str, where: str) -> Mapping[object, object]:
     if not isinstance(loaded, Mapping):
         raise FileFormatError("this is no model file: it holds no keys", where=where, fix=_FIX)
     return cast("Mapping[object, object]", loaded)  # parsed text: checked key by key
-
-
-def _load_yaml(text: str) -> object:
-    return cast("object", yaml.safe_load(text))  # the loader is untyped
 
 
 def _check_kind(content: Mapping[object, object], where: str) -> None:

@@ -8,15 +8,13 @@ unit (`22GiB`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-import yaml
-
 from packhorse.errors import FileFormatError
 from packhorse.machine.spec import TierName
+from packhorse.notation import NotationError, parse_notation
 from packhorse.plan.fields import Fields, as_mapping, parse_piece
 from packhorse.plan.spec import (
     ActivationChoice,
@@ -106,18 +104,13 @@ def parse_plan(text: str, *, where: str = "plan") -> Plan:
 
 def _load(text: str, where: str) -> object:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as json_error:
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            # A file that begins like JSON gets JSON's complaint, which has the better place.
-            shown = json_error if text.lstrip().startswith("{") else error
-            raise FileFormatError(
-                "the plan is neither JSON nor YAML: " + " ".join(str(shown).split()),
-                where=where,
-                fix="undo the last edit, or make the plan again with `packhorse plan`",
-            ) from error
+        return parse_notation(text)
+    except NotationError as error:
+        raise FileFormatError(
+            f"the plan is neither JSON nor YAML: {error}",
+            where=where,
+            fix="undo the last edit, or make the plan again with `packhorse plan`",
+        ) from error
 
 
 def _plan_to_json(plan: Plan) -> dict[str, object]:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from packhorse.errors import FileFormatError
 from packhorse.model.spec import BodyId
+from packhorse.notation import NotationError, parse_notation
 from packhorse.profile.spec import BodyTime, Profile
 
 KIND: Final = "packhorse/profile"
@@ -91,13 +91,8 @@ def parse_profile(text: str, *, where: str = "profile") -> Profile:
         FileFormatError: as for `read_profile`.
     """
     try:
-        # JSON is YAML, but its own reader is far faster.
-        loaded: object = (
-            json.loads(text)
-            if text.lstrip().startswith("{")
-            else cast("object", yaml.safe_load(text))  # the loader is untyped
-        )
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        loaded = parse_notation(text)
+    except NotationError as error:
         shown = " ".join(str(error).split())
         raise FileFormatError(f"the profile is damaged: {shown}", where=where, fix=_FIX) from error
     if not isinstance(loaded, Mapping):

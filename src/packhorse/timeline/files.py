@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, cast
 
-import yaml
-
 from packhorse.errors import FileFormatError
+from packhorse.notation import NotationError, parse_notation
 from packhorse.program.buffers import PoolId
 from packhorse.program.tasks import Lane
 from packhorse.timeline.names import LANES
@@ -137,21 +136,13 @@ def _lines(items: Sequence[str], indent: int) -> str:
 
 def _load(text: str, where: str) -> Mapping[str, object]:
     try:
-        loaded: object = json.loads(text)
-    except json.JSONDecodeError as json_error:
-        # What starts like JSON is JSON: its own message is the better one.
-        if text.lstrip().startswith("{"):
-            raise FileFormatError(
-                f"the timeline is damaged: {json_error.msg}",
-                where=f"{where}, line {json_error.lineno}, column {json_error.colno}",
-                fix=_ADVICE,
-            ) from json_error
-        try:
-            loaded = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise FileFormatError(
-                "the timeline is neither JSON nor YAML", where=f"{where}: {error}", fix=_ADVICE
-            ) from error
+        loaded = parse_notation(text)
+    except NotationError as error:
+        place = where if error.line is None else f"{where}, line {error.line}"
+        place += "" if error.column is None else f", column {error.column}"
+        raise FileFormatError(
+            f"the timeline is damaged: {error.problem}", where=place, fix=_ADVICE
+        ) from error
     if not isinstance(loaded, Mapping):
         raise FileFormatError("this is no timeline: it has no keys", where=where, fix=_ADVICE)
     return cast("Mapping[str, object]", loaded)  # parsed text: values are checked one by one

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from packhorse.errors import FileFormatError, RecipeError
+from packhorse.notation import NotationError, parse_notation
 from packhorse.trainer.recipe import Recipe
 from packhorse.trainer.recipe_keys import BadKey, nearest_key, translate_keys
 
@@ -64,13 +65,14 @@ def load_recipe(path: str | Path, settings: Sequence[str] = ()) -> LoadedRecipe:
 def parse_recipe(text: str, settings: Sequence[str] = (), *, where: str = "recipe") -> LoadedRecipe:
     """Read the text of a recipe; see `load_recipe`."""
     try:
-        loaded: object = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
-        problem = getattr(error, "problem", None) or "it cannot be read"
+        loaded = parse_notation(text)
+    except NotationError as error:
+        place = where if error.line is None else f"{where}, line {error.line}"
+        place += "" if error.column is None else f", column {error.column}"
         raise RecipeError(
-            f"the recipe is no YAML: {problem}", where=place, fix="check indentation and quotes"
+            f"the recipe cannot be read: {error.problem}",
+            where=place,
+            fix="check indentation, quotes and repeated keys",
         ) from error
     if loaded is None:
         loaded = {}
@@ -148,9 +150,13 @@ def _apply_setting(content: dict[str, object], setting: str) -> None:
             fix="write key=value, for example --set learning_rate=1e-4",
         )
     try:
-        value: object = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"the value of {key} is no YAML: {text!r}", where="--set") from error
+        value = parse_notation(text)
+    except NotationError as error:
+        raise RecipeError(
+            f"the value of {key} cannot be read: {error.problem}",
+            where=f"--set {setting}",
+            fix="put quotes around a text with special characters",
+        ) from error
     target = content
     for depth, part in enumerate(path[:-1], start=1):
         inner = target.get(part)
