@@ -23,9 +23,9 @@ import torch
 
 from packhorse.data.cache import TokenCache
 from packhorse.data.order import RowOrder
+from packhorse.data.values import IGNORED_LABEL
 from packhorse.errors import DataError
 
-IGNORED_LABEL: Final = -100
 _LENGTH_MULTIPLE: Final = 8
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, assert_never
 
 from packhorse.data.sources import Origin
-from packhorse.data.values import is_list, is_object
+from packhorse.data.values import IGNORED_LABEL, is_list, is_object
 from packhorse.errors import DataError
 
 RowFormat = Literal[
@@ -45,7 +45,6 @@ _SHAREGPT_ROLES: Final[Mapping[str, str]] = {
     "observation": "tool",
     **{role: role for role in ROLES},
 }
-_NO_LABEL: Final = -100
 
 Message = Mapping[str, object]
 
@@ -349,13 +348,13 @@ def _read_tokens(fields: Mapping[str, object], origin: Origin) -> Tokens:
         labels = _read_ints(fields["labels"], "labels", origin)
         _check_length(labels, "labels", input_ids, origin)
         for index, (token, label) in enumerate(zip(input_ids, labels, strict=True)):
-            if label not in (token, _NO_LABEL):
+            if label not in (token, IGNORED_LABEL):
                 raise DataError(
                     f"labels[{index}] is {label}, but input_ids[{index}] is {token}",
                     where=str(origin),
-                    fix=f"a label is its own token or {_NO_LABEL}; the model shifts them by one",
+                    fix=f"a label is its token or {IGNORED_LABEL}; the model shifts them by one",
                 )
-        labelled = tuple(label != _NO_LABEL for label in labels)
+        labelled = tuple(label != IGNORED_LABEL for label in labels)
     if fields.get("attention_mask") is not None:
         mask = _read_ints(fields["attention_mask"], "attention_mask", origin)
         _check_length(mask, "attention_mask", input_ids, origin)

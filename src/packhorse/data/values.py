@@ -1,8 +1,11 @@
-"""The two shapes of parsed JSON that rows are made of, as the type checker sees them."""
+"""What rows are made of: the label without a loss, and the two shapes of parsed JSON."""
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Final, TypeGuard
+
+IGNORED_LABEL: Final = -100
+"""The label of a token that no loss counts, as torch's cross-entropy has it."""
 
 
 def is_object(value: object) -> TypeGuard[dict[str, object]]:

@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from packhorse.data.values import IGNORED_LABEL
 from packhorse.errors import InputError, ModelError
 from packhorse.graph.export import is_transformers_model
 from packhorse.graph.losses import find_loss
 
 LossKind = Literal["items", "pair", "mean"]
-IGNORED_LABEL = -100
 
 
 class LossKindWatcher:
