@@ -92,6 +92,13 @@ def test_data_counts_and_shows_rows(shell, recipe):
     assert (training["rows"], training["tokens"]) == (16, 192)
     assert training["made_because"] is None
     assert len(document["rows"]) == 2
+    (cache,) = {path.parent for path in (recipe.parent / "cache").rglob("manifest.json")}
+    for path in (cache, cache / "manifest.json"):
+        checked = shell("check", path)
+        assert checked.code == 0, checked.err
+        assert "token cache of 16 rows, 192 tokens" in " ".join(checked.out.split())
+    (cache / "tokens.bin").write_bytes(b"")
+    assert shell("check", cache).code == 2
     assert document["steps"] == 3
 
 

@@ -172,6 +172,18 @@ def test_files(tmp_path: Path) -> None:
         write_machine(machine, tmp_path / "no" / "m.json")
 
 
+def test_the_endurance_of_a_drive_may_be_given() -> None:
+    content = yaml.safe_load(format_machine(load_known_machine("laptop-16gb")))
+    disk = next(tier for tier in content["tiers"] if tier["name"] == "disk")
+    disk["endurance_bytes"] = 600 * 10**12
+    tier = parse_machine(yaml.safe_dump(content)).tier("disk")
+    assert tier is not None
+    assert tier.endurance_bytes == 600 * 10**12
+    disk["endurance_bytes"] = 0
+    with pytest.raises(FileFormatError, match="endurance must be above 0"):
+        parse_machine(yaml.safe_dump(content))
+
+
 def test_catalogue_loads_and_makes_sense() -> None:
     names = list_known_machines()
     assert {"laptop-16gb", "rtx-4090", "rtx-3060-12gb", "a100-80gb", "h100-80gb", "h200"} <= {

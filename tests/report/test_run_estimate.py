@@ -2,6 +2,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from packhorse.errors import FileFormatError, InputError
 from packhorse.report.run import estimate_run, run_as_dict
@@ -63,6 +64,8 @@ def test_a_plan_without_prediction_is_refused():
 def test_an_estimate_is_a_file_beside_the_plan(tmp_path):
     run, path = estimate(num_evaluations=4, evaluation_ns=10**9), tmp_path / "run.json"
     path.write_text(format_run(run))
+    assert read_run(path) == run
+    path.write_text(yaml.safe_dump(json.loads(format_run(run))))
     assert read_run(path) == run
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 from pydantic import TypeAdapter, ValidationError
 
 from packhorse.errors import FileFormatError
+from packhorse.notation import parse_notation
 from packhorse.report.run import RunEstimate
 
 KIND: Final = "packhorse/run"
@@ -28,13 +29,13 @@ def format_run(run: RunEstimate) -> str:
 
 
 def read_run(path: Path) -> RunEstimate:
-    """Read a run.json.
+    """Read a run.json (or the same in YAML).
 
     Raises:
         FileFormatError: it is no estimate, of a newer version, or damaged, by place.
     """
     try:
-        loaded: object = json.loads(path.read_text(encoding="utf-8"))
+        loaded = parse_notation(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FileFormatError(
             f"cannot read the estimate: {error.strerror}", where=str(path), fix=_FIX
