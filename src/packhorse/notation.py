@@ -74,7 +74,9 @@ def _parse_yaml(text: str) -> object:
             raise NotationError(
                 f"the key {key.value!r} is given twice", line=mark.line + 1, column=mark.column + 1
             )
-        return None if node is None else cast("object", loader.construct_document(node))
+        if node is None:
+            return None
+        return cast("object", loader.construct_document(node))  # the loader is untyped
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         words = getattr(error, "problem", None) or getattr(error, "reason", None)
