@@ -45,7 +45,7 @@ MEASURE_LIMIT_S: Final = 5.0
 # What measuring may hold at a time, of what the device's budget leaves.
 _MEASURE_SHARE: Final = 0.7
 # What comes after tracing: code and libraries that measuring, the search and the first step load,
-# programs and their proofs, an evaluation before the first step. Measured: 22 MiB without and 40 MiB
+# programs and their proofs, an evaluation before the first step. Measured: 22 MiB without and 40
 # with evaluation, for a model of 30 blocks.
 LATER_BYTES: Final = 48 * MIB
 # Logits, their log-softmax and its gradient exist together in float32.
