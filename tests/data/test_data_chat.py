@@ -232,9 +232,10 @@ def test_tokens_outside_the_vocabulary_are_named(tokenizer: Tokenizer) -> None:
     text = str(caught.value)
     assert f"token {token} ('<|end|>') lies outside the model's vocabulary of {token}" in text
     assert "train.jsonl:7, token 2 of the row" in text
-    for bad in (400, -1, 2**80):
-        with pytest.raises(DataError, match=r"train\.jsonl:7"):
-            encode_all(make_encoder(None), [Tokens(input_ids=(1, bad), labelled=None)])
+    for bad in (400, -1, 2**40, 2**80):
+        for used in (None, tokenizer):
+            with pytest.raises(DataError, match=r"train\.jsonl:7"):
+                encode_all(make_encoder(used), [Tokens(input_ids=(1, bad), labelled=None)])
 
 
 def test_what_is_missing_is_said(make_tokenizer: MakeTokenizer) -> None:

@@ -82,6 +82,26 @@ def test_keys_that_contradict_each_other_are_errors(text: str, bad: str):
     assert bad in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model_name_or_path: ''",
+        "tokenizer_name_or_path: ''",
+        "train_data: ''",
+        "train_data: [a, '']",
+        "data_cache: ''",
+        "output_dir: ''",
+        "num_train_epochs: 1e308",
+        "max_steps: 1000000000000000000000",
+    ],
+)
+def test_empty_texts_and_endless_runs_are_refused(line: str):
+    content = {"model_name_or_path": "m", "train_data": "d", "output_dir": "o"}
+    key, _, value = line.partition(": ")
+    with pytest.raises(RecipeError, match=rf"wrong: {key}"):
+        parse_recipe("\n".join(f"{k}: {v}" for k, v in {**content, key: value}.items()))
+
+
 def test_a_setting_inside_of_a_text_is_refused():
     text = "budget: device=1GiB,disk=2GiB\n"
     with pytest.raises(RecipeError, match=r"budget\.disk cannot be set: the recipe's budget is"):

@@ -37,6 +37,23 @@ def recipe(tmp_path: Path, **changes: object):
     return make_recipe({**content, **changes}).recipe
 
 
+@pytest.mark.parametrize("resume", [StartFresh(), ResumeNewest(), ResumeNewest(required=True)])
+def test_a_folder_that_cannot_be_one_is_refused_before_long_work(tmp_path: Path, resume):
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "deep" / "run"):
+        with pytest.raises(InputError, match=r"the run folder cannot be used: .*file is no folder"):
+            find_beginning(folder, resume)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_run_without_a_step_leaves_no_state_behind(tmp_path: Path):
+    write_steps(tmp_path)
+    assert find_beginning(tmp_path, StartFresh()).checkpoint is None
+    write_steps(tmp_path, 1)
+    with pytest.raises(InputError, match="holds state of an earlier run: metrics"):
+        find_beginning(tmp_path, StartFresh())
+
+
 def test_metrics_beyond_the_resumed_step_are_cut_off(tmp_path: Path):
     write_steps(tmp_path, 1, 2, 3, 4)
     with RunFolder(tmp_path, finished_steps=2) as run:

@@ -48,7 +48,7 @@ def guard_storage(folder: Path) -> Generator[None]:
         raise StorageError(
             f"the token cache cannot be written: {error.strerror or error}",
             where=str(error.filename or folder),
-            fix="free space there, or name another output folder",
+            fix="free space there, or name another folder as data_cache",
         ) from error
 
 

@@ -180,7 +180,7 @@ class Encoder:
             place = int(np.argmax(outside))
             token = int(piece.tokens[place])
             text = ""
-            if self._tokenizer is not None and token >= 0:
+            if self._tokenizer is not None and 0 <= token < self._tokenizer.num_tokens:
                 text = f" ({self._tokenizer.decode([token])!a})"
             raise DataError(
                 f"token {token}{text} lies outside the model's vocabulary of {self._vocab_size}",

@@ -123,6 +123,11 @@ class Tokenizer:
         )
         return encoding, np.asarray(found["assistant_masks"], np.bool_)
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has, added ones included."""
+        return len(self.inner)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Turn tokens back into text, special tokens included."""
         return self.inner.decode(

@@ -21,7 +21,8 @@ from packhorse.plan.pins import Pins, read_pins
 DEFAULT_GLOBAL_BATCH_SIZE: Final = 32
 
 Reporter = Literal["tensorboard", "wandb", "trackio"]
-Names = tuple[str, ...]
+Text = Annotated[str, Field(min_length=1)]
+Names = tuple[Text, ...]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -82,10 +83,10 @@ class ParameterGroupSection(_Section):
 class Recipe(_Section):
     """One training run."""
 
-    model_name_or_path: str
+    model_name_or_path: Text
     """A folder with config.json and safetensors, a config.json (random weights), or a Hub id."""
 
-    tokenizer_name_or_path: str | None = None
+    tokenizer_name_or_path: Text | None = None
     """Folder or Hub id of the tokenizer; absent: the model's own folder."""
 
     train_data: Annotated[Names, Field(min_length=1)]
@@ -102,7 +103,7 @@ class Recipe(_Section):
     ] = "auto"
     """What a row is; auto recognises it by its fields, file by file."""
 
-    data_cache: str | None = None
+    data_cache: Text | None = None
     """Folder of token caches, shared by runs; absent: `packhorse/data` in the user's cache."""
 
     max_length: Annotated[int, Field(ge=2)] = 2048
@@ -123,10 +124,10 @@ class Recipe(_Section):
     gradient_accumulation_steps: Count | None = None
     """Pins the micro-batches of a step on each rank; absent: the plan chooses."""
 
-    num_train_epochs: Positive = 1.0
+    num_train_epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Passes over the training rows; `max_steps` wins."""
 
-    max_steps: Count | None = None
+    max_steps: Annotated[int, Field(ge=1, le=10**12)] | None = None
     """Optimizer steps of the whole run; absent: `num_train_epochs` decides."""
 
     learning_rate: NotNegative = 1e-5
@@ -171,7 +172,7 @@ class Recipe(_Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     """Of the row order, of dropout and of random weights."""
 
-    output_dir: str
+    output_dir: Text
     """The run folder."""
 
     save_steps: Count | None = 200

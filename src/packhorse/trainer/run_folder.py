@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -108,10 +109,11 @@ def find_beginning(folder: Path, resume: Resume) -> Beginning:
     """Decide where a run in `folder` begins. Changes nothing.
 
     Raises:
-        InputError: a fresh start where there is state, no checkpoint where one is asked for, or
-            one that newer ones of the folder do not follow from.
+        InputError: the folder cannot be made or written, a fresh start where there is state, no
+            checkpoint where one is asked for, or one that newer ones do not follow from.
         FileFormatError: the named checkpoint is damaged or cannot be resumed.
     """
+    _refuse_unwritable(folder)
     match resume:
         case StartFresh():
             _refuse_state(folder)
@@ -248,9 +250,24 @@ def _cut_metrics(path: Path, finished_steps: int) -> None:
     write_durably(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
+def _refuse_unwritable(folder: Path) -> None:
+    nearest = folder.absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        reason = "may not be written" if nearest.is_dir() else "is no folder"
+        raise InputError(
+            f"the run folder cannot be used: {nearest} {reason}",
+            where=f"output_dir: {folder}",
+            fix="name a folder that this user may write, new or of an earlier run",
+        )
+
+
 def _refuse_state(folder: Path) -> None:
     found = [*(p.name for p in find_checkpoints(folder)), *(p.name for p in find_leftovers(folder))]
-    if (folder / METRICS_NAME).exists():
+    metrics = folder / METRICS_NAME
+    # A run that was refused before its first step leaves an empty file: nothing could be lost.
+    if metrics.exists() and metrics.stat().st_size:
         found.append(METRICS_NAME)
     if found:
         raise InputError(
