@@ -157,6 +157,19 @@ def test_a_reader_that_goes_away_is_no_error():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_terminal_without_unicode_is_no_bug():
+    script = (
+        "import sys; from packhorse.cli import main;"
+        "main.run_arguments = lambda _: 0 * sys.stdout.write('caf\\u00e9 \\u2026\\n');"
+        "main.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf? ?\n", "")
+
+
 def test_json_on_stdout_is_one_document(shell):
     for command in ("doctor", "schema"):
         done = shell(command, "--json")

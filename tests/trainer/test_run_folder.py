@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from packhorse.errors import InputError
+from packhorse.errors import InputError, StorageError
 from packhorse.trainer.recipe_files import make_recipe
 from packhorse.trainer.reporters import open_reporters
 from packhorse.trainer.run_folder import (
+    LOG_NAME,
     METRICS_NAME,
     ResumeFrom,
     ResumeNewest,
@@ -52,6 +53,21 @@ def test_a_run_without_a_step_leaves_no_state_behind(tmp_path: Path):
     write_steps(tmp_path, 1)
     with pytest.raises(InputError, match="holds state of an earlier run: metrics"):
         find_beginning(tmp_path, StartFresh())
+
+
+def test_a_disk_that_fills_up_under_the_log_is_said_in_words(tmp_path: Path):
+    log = tmp_path / LOG_NAME
+    log.parent.mkdir()
+    log.symlink_to("/dev/full")
+    run = RunFolder(tmp_path, finished_steps=0)
+    words = "the disk is full: cannot append to logs"
+    with pytest.raises(StorageError, match=words), run:
+        run.write_log("a line that stays in the buffer and fails once more when it closes")
+    run = RunFolder(tmp_path, finished_steps=0)
+    with pytest.raises(StorageError, match=words):
+        run.write_log("a line")
+    with pytest.raises(StorageError, match=words):
+        run.close()
 
 
 def test_metrics_beyond_the_resumed_step_are_cut_off(tmp_path: Path):

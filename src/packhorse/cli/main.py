@@ -8,6 +8,7 @@ Always: no torch is loaded before a command needs it.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -90,6 +91,10 @@ app.command("schema")(print_schema)
 
 def main() -> None:
     """Run the command that the process was started with and end the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal or pipe that cannot show a character shows a question mark.
+            stream.reconfigure(errors="replace")
     raise SystemExit(run_arguments(sys.argv[1:]))
 
 

@@ -30,7 +30,7 @@ from packhorse.checkpoint.folders import (
     newest_complete,
     verify_checkpoint,
 )
-from packhorse.errors import FileFormatError, InputError
+from packhorse.errors import FileFormatError, InputError, StorageError
 from packhorse.storage.durable import write_durably
 from packhorse.storage.folder_lock import FolderLock, lock_folder
 from packhorse.storage.space import explain_failure
@@ -177,7 +177,12 @@ class RunFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except StorageError:
+            # What ended the run says more than that its last lines were lost as well.
+            if error is None:
+                raise
 
     def write_file(self, name: str, text: str) -> None:
         """Replace one of the folder's files durably.
@@ -214,9 +219,20 @@ class RunFolder:
         self._append(self._log, f"{stamp} {text}", LOG_NAME)
 
     def close(self) -> None:
-        """Close metrics and log."""
-        self._metrics.close()
-        self._log.close()
+        """Close metrics and log.
+
+        Raises:
+            StorageError: the disk is full, so that their last lines are lost; both are closed.
+        """
+        failures: list[tuple[OSError, str]] = []
+        for file, name in ((self._metrics, METRICS_NAME), (self._log, LOG_NAME)):
+            try:
+                file.close()
+            except OSError as error:
+                failures.append((error, name))
+        if failures:
+            error, name = failures[0]
+            raise explain_failure(error, self.path / name, f"append to {name}") from error
 
     def _append(self, file: TextIO, line: str, name: str) -> None:
         try:
