@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -243,6 +244,18 @@ def test_parameters_of_a_dtype_that_would_be_lost_are_refused(dtype: torch.dtype
     module.scale = nn.Parameter(values, requires_grad=dtype.is_floating_point)
     with pytest.raises(ModelError, match=r"parameter scale is (float64|int64|complex64)"):
         export_module(module, BATCH)
+
+
+def test_a_loss_that_ignores_the_number_of_items_is_refused() -> None:
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    with pytest.raises(ModelError, match="loss of T5ForConditionalGeneration ignores num_items"):
+        export_module(
+            transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
+        )
 
 
 def test_a_forward_that_misses_an_argument_says_so() -> None:

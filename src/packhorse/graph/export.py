@@ -264,6 +264,15 @@ def _read_signature(
         words[spec.arg.name] = f"the {kind} {target or inputs.get(spec.arg.name)!r}"
     check_changes(graph, words)
     used = {node.name for node in graph.nodes if node.op == "placeholder" and node.users}
+    for name, meaning in inputs.items():
+        if meaning == DENOMINATOR and name not in used:
+            # Its loss would be a mean over each micro-batch, and their sum depend on the cut.
+            raise ModelError(
+                f"the loss of {type(module).__name__} ignores num_items_in_batch, so it depends on"
+                " how a batch is cut",
+                where=f"the forward of {type(module).__qualname__}",
+                fix="wrap it in a module that returns a (sum, count) pair of the label tokens",
+            )
     for name, tensor in constants.items():
         if name in used and tensor.is_meta:
             raise ModelError(
