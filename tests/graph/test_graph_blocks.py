@@ -7,11 +7,13 @@ import torch
 from subjects import find_subject
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import OPTConfig, OPTForCausalLM
 
 from bench.planned import PLACES, trace_subject, train_by_plan
 from bench.reference import find_differences, train_plainly
 from bench.zoo import LAYERS, LENGTH, VOCABULARY, ZOO, batch_of, build_model, make_steps
 from packhorse.graph.export import export_module
+from packhorse.graph.liveness import storages_of
 from packhorse.graph.trace import Traced, trace_blocks
 from packhorse.optim.optimizers import AdamW
 
@@ -246,3 +248,25 @@ def test_build_is_seeded() -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
     steps = make_steps(ZOO["llama"], num_steps=1, num_microbatches=1)
     assert batch_of(steps)["input_ids"].shape == (2, LENGTH)
+
+
+def test_gradients_of_inputs_share_no_bytes() -> None:
+    # OPT adds two embeddings: autograd hands both blocks the same gradient tensor.
+    config = OPTConfig(
+        vocab_size=61, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=32, pad_token_id=1,
+    )  # fmt: skip
+    tokens = torch.zeros((2, 9), dtype=torch.long)
+    exported = export_module(OPTForCausalLM(config), {"input_ids": tokens, "labels": tokens})
+    traced = trace_blocks(exported, rows=2)
+    for code in traced.code.values():
+        assert code.backward is not None
+        for variant in (code.backward.first, code.backward.later):
+            nodes = list(variant.graph.graph.nodes)
+            given = list(nodes[-1].args[0])[: len(code.backward.input_grads)]
+            held = {
+                k for n in nodes if n.op == "placeholder" for k, _ in storages_of(n.meta["val"])
+            }
+            keys = [key for node in given for key, _ in storages_of(node.meta["val"])]
+            assert len(set(keys)) == len(keys)
+            assert not set(keys) & held

@@ -3,7 +3,8 @@
 In: an exported model and its blocks. Out: a digest that changes with a head count, an epsilon, a
 RoPE base or a window, and does not change with weights, rows, length or what is frozen.
 
-The graph knows rows and length only as numbers among others. They are taken out where they stand
+The graph knows the length, and the rows where they are not dynamic, only as numbers among others.
+They are taken out where they stand
 for sizes: in a shape that a view gives, the first number equal to the length; in a shape that is
 filled or expanded, and in ranges, every one.
 """
@@ -76,6 +77,9 @@ def _text(argument: object, number: dict[fx.Node, int]) -> str:
 def _without_sizes(args: object, exported: Exported, *, every: bool) -> object:
     """Arguments with the numbers that are rows or length replaced by words."""
     seen: set[str] = set()
+    sizes = [("length", exported.length)]
+    if not exported.batch_is_dynamic:
+        sizes.append(("rows", exported.rows))
 
     def replace(value: object) -> object:
         if isinstance(value, tuple | list):
@@ -83,7 +87,7 @@ def _without_sizes(args: object, exported: Exported, *, every: bool) -> object:
             return [replace(item) for item in items]
         if isinstance(value, bool) or not isinstance(value, int):
             return value
-        for word, size in (("length", exported.length), ("rows", exported.rows)):
+        for word, size in sizes:
             if value == size and size > 1 and (every or word not in seen):
                 seen.add(word)
                 return word

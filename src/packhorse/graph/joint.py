@@ -136,7 +136,7 @@ def _trace_joint(
             grads_of.append((kind, position if is_parameter else position - first_input))
             # What the loss does not depend on smoothly (an argmax, say) has a gradient of zeros.
             given.append(torch.zeros_like(values[position]) if grad is None else grad)
-        return [*results, *given]
+        return [*results, *_separate(given, grads_of, everything)]
 
     traced = make_fx(run)(*flat, *noise_tensors, *tangents, *(root for _, root in roots))
     _drop_identities(traced.graph)
@@ -173,6 +173,21 @@ def _make_distinct(results: list[Tensor], arguments: Sequence[Tensor]) -> list[T
         seen |= keys
         distinct.append(result)
     return distinct
+
+
+def _separate(
+    grads: list[Tensor], grads_of: Sequence[tuple[str, int]], arguments: Sequence[Tensor]
+) -> list[Tensor]:
+    """Clone gradients of inputs that share bytes, as where a sum hands one gradient to both sides.
+
+    Gradients of parameters are copied into chunks anyway.
+    """
+    inputs = [place for place, (kind, _) in enumerate(grads_of) if kind == "input"]
+    separate = list(grads)
+    distinct = _make_distinct([grads[place] for place in inputs], arguments)
+    for place, grad in zip(inputs, distinct, strict=True):
+        separate[place] = grad
+    return separate
 
 
 def _drop_identities(graph: fx.Graph) -> None:

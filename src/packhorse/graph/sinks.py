@@ -15,7 +15,7 @@ only those are made and added, and the others keep their bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -129,17 +129,28 @@ class _Editor:
             self.graph.erase_node(grad)
 
     def sum_in_place(self, slot: int, index: int) -> None:
-        """Let the sum of a root and the block's own gradient take the own gradient's place."""
+        """Let the sum of a root and the block's own gradient take the place of one of them.
+
+        An embedding's few rows go into the root, which nothing reads after this backward; any
+        other gradient takes the root in.
+        """
         root = self.roots.get(index)
         grad = self.results[slot]
         own = _other_addend(grad, root) if root is not None else None
-        if own is None or own.op == "placeholder" or len(own.users) != 1:
+        if root is None or own is None or own.op == "placeholder" or len(own.users) != 1:
             return
+        rows = _find_rows(own)
         with self.graph.inserting_before(grad):
-            summed = self.graph.call_function(_aten.add_.Tensor, (own, root))
-        summed.meta = {"val": own.meta["val"]}
+            if rows is None:
+                summed = self.graph.call_function(_aten.add_.Tensor, (own, root))
+                summed.meta = {"val": tensor_of(own)}
+            else:
+                summed = self.graph.call_function(add_rows, (root, *rows))
+                summed.meta = {"val": (tensor_of(root), _like(rows[0]))}
         grad.replace_all_uses_with(summed)
         self.graph.erase_node(grad)
+        if rows is not None:
+            self.graph.erase_node(own)
         self.results[slot] = summed
 
     def finish(
@@ -237,36 +248,41 @@ def _other_addend(grad: fx.Node, root: fx.Node) -> fx.Node | None:
     return own if isinstance(own, fx.Node) and own is not root else None
 
 
-def _find_rows(grad: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The rows and indices of an embedding's gradient that nothing else reads."""
+def _find_rows(grad: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
+    """Rows, indices and padding index of an embedding's gradient that nothing else reads."""
     if grad.target is not _aten.embedding_dense_backward.default or len(grad.users) > 1:
         return None
     rows, indices, _, padding, by_frequency = grad.args
-    if by_frequency or (isinstance(padding, int) and padding >= 0):
+    if by_frequency or not isinstance(padding, int):
         return None
-    return node_of(rows), node_of(indices)
+    return node_of(rows), node_of(indices), padding
 
 
-def sum_rows(rows: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+def sum_rows(rows: Tensor, indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """Sum the rows of equal indices, in their order, as `embedding_dense_backward` does.
 
     Returns:
-        The distinct indices, ascending, and a row of sums for each.
+        The distinct indices but `padding`, ascending, and a row of sums for each.
     """
-    distinct, place = cast(  # unique is untyped
-        "tuple[Tensor, Tensor]", torch.unique(indices, return_inverse=True)
-    )
-    sums = _aten.embedding_dense_backward.default(rows, place, distinct.numel(), -1, False)
-    return distinct, sums
+    unique = cast(Callable[..., tuple[Tensor, Tensor]], torch.unique)  # cast: it is untyped
+    distinct, place = unique(indices, return_inverse=True)
+    sums = _sum_dense(rows, place, distinct.numel())
+    kept = distinct != padding
+    return (distinct, sums) if bool(kept.all()) else (distinct[kept], sums[kept])
 
 
-def write_rows(sink: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
+def write_rows(sink: Tensor, rows: Tensor, indices: Tensor, padding: int) -> Tensor:
     """Store an embedding's gradient: zeros but for the rows that were looked up."""
-    distinct, sums = sum_rows(rows, indices)
+    distinct, sums = sum_rows(rows, indices, padding)
     return sink.zero_().index_copy_(0, distinct, sums.to(sink.dtype))
 
 
-def add_rows(sink: Tensor, rows: Tensor, indices: Tensor) -> Tensor:
+def add_rows(sink: Tensor, rows: Tensor, indices: Tensor, padding: int) -> Tensor:
     """Add an embedding's gradient to the sink; rows that were not looked up keep their bits."""
-    distinct, sums = sum_rows(rows, indices)
+    distinct, sums = sum_rows(rows, indices, padding)
     return sink.index_add_(0, distinct, sums.to(sink.dtype))
+
+
+def _sum_dense(rows: Tensor, place: Tensor, num_rows: int) -> Tensor:
+    sums = _aten.embedding_dense_backward.default(rows, place, num_rows, -1, False)
+    return cast(Tensor, sums)  # cast: operations have no declared result
