@@ -315,7 +315,7 @@ def test_a_signal_while_the_checkpoint_is_checked_stops_at_once(
 
 
 class SignalWhileLoading(SilentObserver):
-    def progressed(self, what: str, done: int, total: int | None) -> None:
+    def progressed(self, what: str, done: int, total: int | None) -> None:  # noqa: ARG002  the protocol's
         if what == "loading":
             os.kill(os.getpid(), signal.SIGTERM)
 
