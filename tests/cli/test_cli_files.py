@@ -124,7 +124,7 @@ def test_check_refuses_a_plan_that_does_not_fit_its_budget(shell, plan_folder):
         ('{"kind": "packhorse/plan", "version": 99}', "version 99"),
         ('{"kind": "packhorse/spell", "version": 1}', "unknown kind 'packhorse/spell'"),
         ('{"a": 1}', "names no kind"),
-        ('{"a": ', "no JSON"),
+        ('{"a": ', "neither JSON nor YAML"),
         ("just words", "names no kind"),
         ("model_name_or_path: x\ntrain_dat: y\n", "train_dat"),
     ],
