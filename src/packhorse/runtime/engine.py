@@ -33,7 +33,7 @@ from packhorse.runtime.lanes import InlineLanes
 from packhorse.runtime.memory.backing import HostBacking
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.cuda import CudaBacking
-from packhorse.runtime.memory.heap import set_heap_mode
+from packhorse.runtime.memory.heap import set_heap_mode, trim_heap
 from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.tiers import ChunkTiers
 from packhorse.timeline.spec import Timeline
@@ -228,7 +228,12 @@ class Engine:
         return self._step("train_step", feeds, step=step, update=update)
 
     def evaluate(self, feeds: Sequence[Mapping[str, Tensor]]) -> StepResult:
-        """Run the forward of every micro-batch, without dropout."""
+        """Run the forward of every micro-batch, without dropout.
+
+        What a kept heap holds of the batch before is given back first, so that many batches peak
+        where few do.
+        """
+        trim_heap()
         return self._step("evaluate", feeds, step=None, update=_no_update)
 
     def close(self) -> None:
