@@ -33,7 +33,7 @@ from packhorse.runtime.lanes import InlineLanes
 from packhorse.runtime.memory.backing import HostBacking
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.cuda import CudaBacking
-from packhorse.runtime.memory.heap import set_heap_mode, trim_heap
+from packhorse.runtime.memory.heap import set_heap_mode, settle_heap
 from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.tiers import ChunkTiers
 from packhorse.timeline.spec import Timeline
@@ -56,6 +56,8 @@ _FIX_NON_FINITE: Final = (
     "lower learning_rate, lengthen warmup_steps, set max_grad_norm: 1.0, or look at the rows of"
     " this batch;\nthe last checkpoint is from before"
 )
+# Blocks of a few sizes leave holes; with so much room for what is live at once the rest fits.
+_SETTLED_PEAKS: Final = 3
 StateTransfer = Callable[[str, ParameterPiece], None]
 
 
@@ -119,6 +121,8 @@ class Engine:
                 )
         torch.set_num_threads(num_threads)
         set_heap_mode(heap)
+        self._heap = heap
+        self._settled = False
         self._failed = ""
         self._traced = traced
         self._optimizer = optimizer
@@ -225,15 +229,20 @@ class Engine:
         def update(chunk: ChunkId, tensors: Mapping[str, Tensor], norm: Tensor | None) -> None:
             self._update(chunk, tensors, norm, step, learning_rate)
 
+        self._settled = True  # its heap is as large
         return self._step("train_step", feeds, step=step, update=update)
 
     def evaluate(self, feeds: Sequence[Mapping[str, Tensor]]) -> StepResult:
         """Run the forward of every micro-batch, without dropout.
 
-        What a kept heap holds of the batch before is given back first, so that many batches peak
-        where few do.
+        The first one lets a kept heap take its pages, so that many batches peak where few do.
         """
-        trim_heap()
+        if self._heap == "keep" and not self._settled:
+            prepared = self._prepared["evaluate"]
+            pool = prepared.program.workspace_pool
+            capacity = {pool.id: pool.capacity_bytes for pool in prepared.program.pools}[pool]
+            settle_heap(min(capacity, _SETTLED_PEAKS * prepared.proof.peak_bytes[pool]))
+        self._settled = True
         return self._step("evaluate", feeds, step=None, update=_no_update)
 
     def close(self) -> None:

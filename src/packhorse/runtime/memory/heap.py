@@ -17,6 +17,7 @@ _M_MMAP_THRESHOLD: Final = -3
 _MAP_FROM_BYTES: Final = 64 * KIB
 # The largest threshold that glibc accepts: blocks from here on are mapped in either mode.
 KEEP_BELOW_BYTES: Final = 32 * MIB
+_SMALL_BYTES: Final = 4 * MIB
 
 
 def set_heap_mode(mode: Literal["keep", "map"]) -> bool:
@@ -34,6 +35,32 @@ def set_heap_mode(mode: Literal["keep", "map"]) -> bool:
         )
     accepted = [libc.mallopt(key, value) == 1 for key, value in settings]  # each one is tried
     return all(accepted)
+
+
+def settle_heap(size_bytes: int) -> None:
+    """Give free heap pages back, then take so many and leave them free in the heap.
+
+    A kept heap that begins so does not grow while no more than that is in use: where its blocks
+    fall differs from run to run of a program, and each new place would cost new pages. Some of the
+    pages lie in small holes, into which Python's and torch's own small objects wander.
+    """
+    libc = ctypes.CDLL(None)
+    trim_heap()
+    if not hasattr(libc, "malloc_trim"):
+        return
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    taken: list[int] = []
+    for block_bytes, total_bytes in ((MIB, size_bytes), (2 * KIB, _SMALL_BYTES)):
+        for _ in range(-(-total_bytes // block_bytes)):
+            block = libc.malloc(block_bytes)
+            if not block:
+                break
+            ctypes.memset(block, 0, block_bytes)
+            taken.append(block)
+    for block in taken:
+        libc.free(block)
 
 
 def trim_heap() -> None:
