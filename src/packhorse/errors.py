@@ -14,6 +14,7 @@
         NonFiniteError                  NaN or infinity: step, micro-batch, block
         StorageError                    disk full, unwritable, truncated or changed under a run
         AuditError                      a task did what its program does not say
+        StuckError                      no lane moves any more: a drive, a link or a peer is gone
       StoppedError           exit 75  a signal stopped the run; it can be resumed
     anything else is our own bug      exit 1
 
@@ -117,6 +118,10 @@ class StorageError(RunFailedError):
 
 class AuditError(RunFailedError):
     """A task read, wrote or kept something that its program does not declare."""
+
+
+class StuckError(RunFailedError):
+    """No lane has moved for long; names the task, its buffers and its file."""
 
 
 class StoppedError(PackhorseError):

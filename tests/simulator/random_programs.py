@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 from packhorse.program.buffers import Buffer, BufferId, Layout, Pool, PoolId
+from packhorse.program.lanes import assign_lanes
 from packhorse.program.program import Program
 from packhorse.program.tasks import (
     Copy,
@@ -20,7 +21,6 @@ from packhorse.program.tasks import (
     Lane,
     Task,
     Update,
-    lane_of,
     reads_of,
     workspace_of,
     writes_of,
@@ -148,6 +148,7 @@ def simulate_slowly(
     conflicts = [[e for e in range(t) if _conflict(tasks[e], tasks[t])] for t in range(count)]
     start: list[int | None] = [None] * count
     end: list[int | None] = [None] * count
+    lanes = assign_lanes(tasks)
     done = [False] * count
     issued = 0
     now = 0
@@ -161,9 +162,7 @@ def simulate_slowly(
         moved = True
         while moved:
             moved = False
-            inline_busy = any(
-                not done[t] and workers[lane_of(tasks[t])] == issuer for t in range(issued)
-            )
+            inline_busy = any(not done[t] and workers[lanes[t]] == issuer for t in range(issued))
             if issued < count and not inline_busy:
                 task = tasks[issued]
                 new = [place for place in writes_of(task) if place not in present]
@@ -179,10 +178,10 @@ def simulate_slowly(
                     issued += 1
                     moved = True
             for t in range(issued):
-                worker = workers[lane_of(tasks[t])]
-                blocked = any(
-                    not done[e] for e in range(t) if workers[lane_of(tasks[e])] == worker
-                ) or any(not done[e] for e in conflicts[t])
+                worker = workers[lanes[t]]
+                blocked = any(not done[e] for e in range(t) if workers[lanes[e]] == worker) or any(
+                    not done[e] for e in conflicts[t]
+                )
                 if start[t] is None and not blocked:
                     start[t], end[t] = now, now + costs.duration_ns(tasks[t])
                     moved = True

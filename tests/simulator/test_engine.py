@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse.errors import RuleError
-from packhorse.program.tasks import Copy, Forward, Free, lane_of, reads_of, writes_of
+from packhorse.program.lanes import assign_lanes
+from packhorse.program.tasks import Copy, Forward, Free, reads_of, writes_of
 from packhorse.simulator.engine import INLINE, ISSUER, OVERLAPPED, simulate_program
 from packhorse.timeline.spec import MemoryPoint
 from tests.simulator.random_programs import (
@@ -53,8 +54,8 @@ def test_bounds_hold(seed, workers):
     assert timeline == simulate_program(program, costs=costs, workers=workers)
     assert timeline.peak_bytes[DEVICE] <= program.pools[0].capacity_bytes
     busy = {}
-    for task in program.tasks:
-        worker = workers[lane_of(task)]
+    for task, lane in zip(program.tasks, assign_lanes(program.tasks), strict=True):
+        worker = workers[lane]
         busy[worker] = busy.get(worker, 0) + costs.duration_ns(task)
     assert timeline.makespan_ns >= max(busy.values())
     assert timeline.makespan_ns >= critical_path(program, costs)

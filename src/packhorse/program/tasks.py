@@ -181,7 +181,7 @@ def workspace_of(task: Task) -> int:
 
 
 def lane_of(task: Task) -> Lane:
-    """The lane that executes a task."""
+    """The lane that executes a task by itself; `assign_lanes` tells that of a Free in a program."""
     match task:
         case Copy(source="disk"):
             return "disk_read"

@@ -63,6 +63,11 @@ class DiskTier:
         return self._extents.total_bytes
 
     @property
+    def path(self) -> Path | None:
+        """The scratch file, where there is one."""
+        return None if self._file is None else self._file.path
+
+    @property
     def counters(self) -> IoCounters:
         """What was moved since the start."""
         if self._file is None:

@@ -25,11 +25,12 @@ from packhorse.optim.norm import clip_coefficient
 from packhorse.optim.optimizers import Optimizer
 from packhorse.optim.update import update_shard
 from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, PoolId, TierName, value_id
+from packhorse.program.lanes import has_transfers
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
 from packhorse.runtime.disk import DiskTier
 from packhorse.runtime.executor import Executor, Outcome, StepWork, prepare_program
-from packhorse.runtime.lanes import InlineLanes
+from packhorse.runtime.lanes import InlineLanes, Lanes, LanesStuckError, ThreadLanes
 from packhorse.runtime.memory.backing import HostBacking
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.cuda import CudaBacking
@@ -75,6 +76,15 @@ class StepResult:
     timeline: Timeline
     disk_read_bytes: int
     disk_written_bytes: int
+
+
+class _SpoiltError(Exception):
+    # A loss or the norm is not finite; `parameters` have gradients that are not.
+    def __init__(self, buffer: BufferId, value: float, parameters: tuple[str, ...]) -> None:
+        self.buffer = buffer
+        self.value = value
+        self.parameters = parameters
+        super().__init__(f"{buffer} is {value}")
 
 
 class Engine:
@@ -158,7 +168,7 @@ class Engine:
                 limits=_largest_peaks(proofs.values()),
                 audit=audit,
             ),
-            lanes=InlineLanes(_synchronizer(self._device)),
+            lanes=_make_lanes(programs.values(), self._device, num_threads),
             parameter_order=tuple(traced.model.parameters),
             audit=audit,
         )
@@ -246,7 +256,14 @@ class Engine:
         return self._step("evaluate", feeds, step=None, update=_no_update)
 
     def close(self) -> None:
-        """Remove the scratch file and give all memory back."""
+        """Remove the scratch file and give all memory back.
+
+        A lane that does not come back keeps its memory and the file: it may still write.
+        """
+        try:
+            self._executor.quiesce()
+        except LanesStuckError:
+            return
         self._disk.close()
         for memory in self._tiers.values():
             memory.close()
@@ -272,24 +289,26 @@ class Engine:
             return NoiseKey(seed=self._seed, step=step, microbatch=microbatch)
 
         def inspect(buffer: BufferId, value: Tensor, spoilt: tuple[str, ...]) -> None:
-            if step is None or math.isfinite(float(value)):
-                return
-            if buffer == NORM:
-                raise self._bad_gradient(float(value), step, spoilt)
-            microbatch = int(buffer.rpartition("@")[2])
-            raise self._bad_loss(float(value), step, microbatch, to_device(microbatch))
+            if step is not None and not math.isfinite(float(value)):
+                raise _SpoiltError(buffer, float(value), spoilt)
 
         def to_device(microbatch: int) -> dict[str, Tensor]:
             return {name: x.to(self._device) for name, x in feeds[microbatch].items()}
 
         before = self._disk.counters
-        outcome = self._run(
-            kind,
-            feeds=to_device,
-            inspect=inspect,
-            noise=noise,
-            update=update,
-        )
+        try:
+            outcome = self._run(kind, feeds=to_device, inspect=inspect, noise=noise, update=update)
+        except _SpoiltError as error:
+            # Other lanes may be ahead; what is looked at below must not move any more.
+            self._executor.quiesce()
+            assert step is not None
+            if error.buffer == NORM:
+                found = self._bad_gradient(error.value, step, error.parameters)
+            else:
+                microbatch = int(error.buffer.rpartition("@")[2])
+                found = self._bad_loss(error.value, step, microbatch, to_device(microbatch))
+            self._failed = found.what
+            raise found from None
         moved = self._disk.counters.since(before)
         losses = [outcome.emitted[value_id(self._traced.model.loss, m)] for m in range(len(feeds))]
         total = losses[0]
@@ -421,8 +440,13 @@ def _make_tiers(
     return made
 
 
-def _synchronizer(device: torch.device) -> Callable[[], None] | None:
-    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
+def _make_lanes(programs: Iterable[Program], device: torch.device, num_threads: int) -> Lanes:
+    """Lanes of their own where something is moved, else the caller's thread for all."""
+    if device.type == "cuda":
+        return InlineLanes(partial(torch.cuda.synchronize, device))
+    if any(has_transfers(program.tasks) for program in programs):
+        return ThreadLanes(prepare=partial(torch.set_num_threads, num_threads))
+    return InlineLanes()
 
 
 def _largest_peaks(proofs: Iterable[Proof]) -> Mapping[PoolId, int]:

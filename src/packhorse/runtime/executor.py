@@ -9,22 +9,24 @@ it emits, and a measured timeline.
         when the work is done: record the span, release workspace and what it freed
 
 The verifier has shown that each task fits once all earlier ones have completed, so waiting always
-ends. In audit mode absent buffers are poisoned, every payload is measured against its declared
-size, and after each task the ledger is compared with the proof.
+ends. What a task creates gets its place on the task's own lane, in its turn: an earlier Free of
+the same buffer may still be waiting when the task is issued. In audit mode absent buffers are
+poisoned, every payload is measured against its declared size, and after each task the ledger, as
+it would be if tasks completed when they are issued, is compared with the proof.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
 import torch
 from torch import Tensor
 
-from packhorse.errors import AuditError
+from packhorse.errors import AuditError, StuckError
 from packhorse.graph.liveness import storages_of
 from packhorse.optim.norm import combine_norm, count_segments, segment_squares
 from packhorse.program.audit import check_against_proof, check_same_tasks
@@ -38,6 +40,7 @@ from packhorse.program.buffers import (
     state_id,
     value_id,
 )
+from packhorse.program.lanes import assign_lanes
 from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import (
     Backward,
@@ -49,17 +52,18 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    Lane,
     Recompute,
     SegmentNorm,
     Task,
     Update,
-    lane_of,
     workspace_of,
     writes_of,
 )
+from packhorse.program.text import format_task
 from packhorse.runtime.bodies import BodyRunner, Payload
-from packhorse.runtime.dependencies import find_dependencies
-from packhorse.runtime.lanes import Lanes
+from packhorse.runtime.dependencies import Place, find_dependencies
+from packhorse.runtime.lanes import Lanes, LanesStuckError
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.ledger import Ledger
 from packhorse.runtime.noise import NoiseKey
@@ -97,6 +101,7 @@ class Prepared:
     program: Program
     proof: Proof
     dependencies: tuple[tuple[int, ...], ...]
+    lanes: tuple[Lane, ...]
     names: tuple[str, ...]
 
 
@@ -119,6 +124,7 @@ def prepare_program(program: Program, proof: Proof) -> Prepared:
         program=program,
         proof=proof,
         dependencies=find_dependencies(program.tasks),
+        lanes=assign_lanes(program.tasks),
         names=tuple(name_of(task) for task in program.tasks),
     )
 
@@ -151,12 +157,18 @@ class Executor:
         self._payload: dict[BufferId, Payload] = {}
         # What will be there once every issued task has completed: reservations follow the order of
         # issue, while tiers and payloads change when tasks run.
-        self._issued: set[tuple[BufferId, TierName]] = set()
+        self._issued: set[Place] = set()
+        # The ledger as if each task completed when it is issued: what the verifier's replay saw.
+        self._replay = Ledger(program.pools)
 
     @property
     def used_bytes(self) -> Mapping[PoolId, int]:
         """The ledger."""
         return self._ledger.used_bytes
+
+    def quiesce(self) -> None:
+        """Let what runs on the lanes end and drop the rest; nothing can be run any more."""
+        self._lanes.close()
 
     def run(self, prepared: Prepared, work: StepWork, *, rank: int = 0) -> Outcome:
         """Run every task of a program; blocks until all have completed."""
@@ -172,37 +184,43 @@ class Executor:
                 if not points or points[-1].used_bytes != used:
                     points.append(MemoryPoint(at_ns=at_ns, used_bytes=used))
 
-        def submit(index: int, task: Task) -> None:
-            started: list[int] = []
+        def submit(index: int, task: Task, created: Sequence[Place]) -> None:
+            times: list[int] = []
 
             def do() -> None:
-                started.append(time.perf_counter_ns() - begin)
+                times.append(time.perf_counter_ns() - begin)
                 with torch.no_grad():
+                    self._create(created, program)
                     self._perform(task, program, work, emitted)
+                times.append(time.perf_counter_ns() - begin)
 
             def done() -> None:
-                end = time.perf_counter_ns() - begin
                 span = Span(
                     index=index,
                     name=prepared.names[index],
                     kind=kind_of(task),
-                    lane=lane_of(task),
-                    start_ns=started[0],
-                    end_ns=end,
+                    lane=prepared.lanes[index],
+                    start_ns=times[0],
+                    end_ns=times[1],
                 )
                 spans.append(span)
-                self._complete(task, program)
-                note(end)
+                self._release(self._ledger, task, program)
+                note(time.perf_counter_ns() - begin)
 
-            self._lanes.submit(index, lane_of(task), do, done, prepared.dependencies[index])
+            self._lanes.submit(index, prepared.lanes[index], do, done, prepared.dependencies[index])
 
-        for index, task in enumerate(program.tasks):
-            self._reserve(task, program)
-            note(time.perf_counter_ns() - begin)
-            submit(index, task)
-            if self._audit:
-                check_against_proof(prepared.proof, index, task, self._ledger.used_bytes)
-        self._lanes.wait_all()
+        try:
+            for index, task in enumerate(program.tasks):
+                created = self._reserve(task, program)
+                note(time.perf_counter_ns() - begin)
+                submit(index, task, created)
+                self._release(self._replay, task, program)
+                if self._audit:
+                    self._check(prepared, index)
+            self._lanes.wait_all()
+        except LanesStuckError as error:
+            raise self._stuck(error, program) from error
+        spans.sort(key=lambda span: span.index)
         return Outcome(
             emitted=emitted,
             timeline=Timeline(
@@ -213,10 +231,23 @@ class Executor:
             ),
         )
 
-    def _reserve(self, task: Task, program: Program) -> None:
-        """Reserve what a task creates and its workspace, waiting for releases while it must."""
+    def _check(self, prepared: Prepared, index: int) -> None:
+        task = prepared.program.tasks[index]
+        try:
+            check_against_proof(prepared.proof, index, task, self._replay.used_bytes)
+        except AuditError:
+            # What an earlier task, still running, may raise tells more.
+            self._lanes.wait_all()
+            raise
+
+    def _reserve(self, task: Task, program: Program) -> tuple[Place, ...]:
+        """Reserve what a task creates and its workspace, waiting for releases while it must.
+
+        Returns:
+            The places that the task creates.
+        """
         wanted: dict[PoolId, int] = {}
-        created: list[tuple[BufferId, TierName]] = []
+        created: list[Place] = []
         if isinstance(task, Free):
             self._issued.discard((task.buffer, task.tier))
         for name, tier in writes_of(task):
@@ -226,11 +257,7 @@ class Executor:
             buffer = program.buffers[name]
             pool = buffer.pools[tier]
             wanted[pool] = wanted.get(pool, 0) + buffer.size_bytes
-            if name in self._tiers:
-                self._tiers.add(name, tier, pool)
-                created.append((name, tier))
-            else:
-                self._payload[name] = ()
+            created.append((name, tier))
         workspace = workspace_of(task)
         if workspace:
             pool = program.workspace_pool
@@ -239,17 +266,37 @@ class Executor:
             while not self._ledger.fits(pool, size) and self._lanes.wait_any():
                 pass
             self._ledger.reserve(pool, size)
+            self._replay.reserve(pool, size)
             self._tiers.shed(pool, self._ledger.used_bytes[pool])
-        for name, tier in created:
-            self._tiers.commit(name, tier)
+        return tuple(created)
 
-    def _complete(self, task: Task, program: Program) -> None:
+    def _create(self, created: Sequence[Place], program: Program) -> None:
+        """Make places for what a task is about to write; runs on its lane, in its turn."""
+        for name, tier in created:
+            if name in self._tiers:
+                self._tiers.create(name, tier, program.buffers[name].pools[tier])
+            else:
+                self._payload[name] = ()
+
+    def _release(self, ledger: Ledger, task: Task, program: Program) -> None:
         workspace = workspace_of(task)
         if workspace:
-            self._ledger.release(program.workspace_pool, workspace)
+            ledger.release(program.workspace_pool, workspace)
         if isinstance(task, Free):
             buffer = program.buffers[task.buffer]
-            self._ledger.release(buffer.pools[task.tier], buffer.size_bytes)
+            ledger.release(buffer.pools[task.tier], buffer.size_bytes)
+
+    def _stuck(self, error: LanesStuckError, program: Program) -> StuckError:
+        places = [
+            f"lane {lane} is in task {index}: {format_task(program.tasks[index])}"
+            for lane, index in sorted(error.running.items())
+        ]
+        return StuckError(
+            f"the run is stuck: {error.what}",
+            where="\n".join([*places, *self._tiers.describe_files()]) or "no lane is in a task",
+            fix="look at the drive or process that the task waits for (kernel log, free space),"
+            " then resume",
+        )
 
     def _is_present(self, buffer: BufferId, tier: TierName) -> bool:
         if buffer in self._tiers:

@@ -2,31 +2,49 @@
 
 In: work in program order, each with the places of the tasks it must follow. Out: completions.
 `InlineLanes` runs every lane on the caller's thread and waits for the device, so that a task is
-complete when `submit` returns; lanes with threads or streams of their own implement the same
-interface.
+complete when `submit` returns. `ThreadLanes` has a thread for each lane, so that disk, copies and
+compute run beside each other; the caller only issues and waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from packhorse.program.tasks import Lane
 
 Work = Callable[[], None]
+
+STUCK_AFTER_S: Final = 600.0
+"""No task of a sane plan takes as long; a drive or a peer that is silent for so long is gone."""
+
+_JOIN_S: Final = 30.0
+
+
+class LanesStuckError(Exception):
+    """Nothing completes any more; `running` gives for each busy lane the task that it is in."""
+
+    def __init__(self, what: str, running: Mapping[Lane, int]) -> None:
+        self.what = what
+        self.running = dict(running)
+        super().__init__(what)
 
 
 class Lanes(Protocol):
     """Runs work on lanes.
 
     Only the executor's thread calls these; work runs on its lane and may end in any order between
-    lanes. Both waits raise what a task raised.
+    lanes. Both waits raise what a task raised. After an error nothing more runs.
     """
 
     def submit(self, index: int, lane: Lane, work: Work, done: Work, after: Sequence[int]) -> None:
         """Queue the work of task `index` behind the tasks `after` and its lane's earlier work.
 
-        `done` is called once the work, the device's part included, is complete.
+        `done` is called on the executor's thread, by `submit` or a wait, once the work, the
+        device's part included, is complete.
         """
         ...
 
@@ -35,7 +53,11 @@ class Lanes(Protocol):
         ...
 
     def wait_all(self) -> None:
-        """Block until all submitted tasks have completed."""
+        """Block until all submitted tasks have completed; task numbers may then start anew."""
+        ...
+
+    def close(self) -> None:
+        """Let what runs now end, drop the rest. Closing twice is harmless."""
         ...
 
 
@@ -63,3 +85,169 @@ class InlineLanes:
 
     def wait_all(self) -> None:
         """Nothing is ever pending."""
+
+    def close(self) -> None:
+        """Nothing is ever pending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    index: int
+    work: Work
+    done: Work
+    after: tuple[int, ...]
+
+
+class ThreadLanes:
+    """A thread for each lane, made when the lane is first used.
+
+    A lane takes its jobs in order and lets each wait for the tasks it must follow. All of those
+    were issued earlier, so lanes cannot wait for each other in a ring.
+
+    Args:
+        prepare: called once on each new thread, for settings that belong to threads.
+        stuck_after_s: how long nothing may complete.
+    """
+
+    def __init__(self, *, prepare: Work, stuck_after_s: float = STUCK_AFTER_S) -> None:
+        self._prepare = prepare
+        self._stuck_after_s = stuck_after_s
+        # One lock guards all that follows. The executor waits on `_finished`, each lane on its own
+        # condition, which is told only when the lane's first job may run.
+        self._lock = threading.Lock()
+        self._finished = threading.Condition(self._lock)
+        self._wakers: dict[Lane, threading.Condition] = {}
+        self._queues: dict[Lane, deque[_Job]] = {}
+        self._threads: dict[Lane, threading.Thread] = {}
+        self._running: dict[Lane, int] = {}
+        self._complete: set[int] = set()
+        self._ended: deque[_Job] = deque()
+        self._num_pending = 0
+        self._error: BaseException | None = None
+        self._closing = False
+
+    def submit(self, index: int, lane: Lane, work: Work, done: Work, after: Sequence[int]) -> None:
+        """Queue the work on its lane's thread."""
+        self._book()
+        with self._lock:
+            self._raise_error()
+            waits = tuple(task for task in after if task not in self._complete)
+            self._num_pending += 1
+            self._queue(lane).append(_Job(index=index, work=work, done=done, after=waits))
+            self._wake_ready()
+
+    def wait_any(self) -> bool:
+        """Block until one more task has completed; False when none is pending."""
+        with self._finished:
+            if not self._num_pending:
+                return False
+            if not self._ended:
+                self._await_one()
+        self._book()
+        return True
+
+    def wait_all(self) -> None:
+        """Block until all submitted tasks have completed."""
+        while self.wait_any():
+            pass
+        with self._lock:
+            self._complete.clear()
+
+    def close(self) -> None:
+        """Let what runs now end, drop the rest, and end the threads.
+
+        Raises:
+            LanesStuckError: a lane does not come back, so its memory must not be given back.
+        """
+        with self._lock:
+            self._closing = True
+            for lane, queue in self._queues.items():
+                queue.clear()
+                self._wakers[lane].notify()
+        for lane, thread in self._threads.items():
+            thread.join(_JOIN_S)
+            if thread.is_alive():
+                raise LanesStuckError(f"lane {lane} does not end", self._running)
+        self._threads.clear()
+
+    def _queue(self, lane: Lane) -> deque[_Job]:
+        if lane not in self._queues:
+            if self._closing:
+                raise RuntimeError("these lanes are closed")
+            self._queues[lane] = deque()
+            self._wakers[lane] = threading.Condition(self._lock)
+            thread = threading.Thread(
+                target=self._work, args=(lane,), name=f"packhorse-{lane}", daemon=True
+            )
+            self._threads[lane] = thread
+            thread.start()
+        return self._queues[lane]
+
+    def _book(self) -> None:
+        # On the executor's thread and without the lock: what completed meanwhile.
+        while True:
+            with self._finished:
+                if not self._ended:
+                    self._raise_error()
+                    return
+                job = self._ended.popleft()
+                self._num_pending -= 1
+            job.done()
+
+    def _await_one(self) -> None:
+        self._raise_error()
+        if not self._finished.wait_for(
+            lambda: self._ended or self._error is not None, timeout=self._stuck_after_s
+        ):
+            raise LanesStuckError(
+                f"nothing has moved for {self._stuck_after_s:.0f} s", self._running
+            )
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, lane: Lane) -> None:
+        try:
+            self._prepare()
+        except BaseException as error:  # noqa: BLE001  handed to the executor's thread
+            self._fail(error)
+            return
+        queue, waker = self._queues[lane], self._wakers[lane]
+        while True:
+            with self._lock:
+                waker.wait_for(lambda: self._is_ready(queue))
+                if self._closing or self._error is not None:
+                    return
+                job = queue.popleft()
+                self._running[lane] = job.index
+            try:
+                job.work()
+            except BaseException as error:  # noqa: BLE001  handed to the executor's thread
+                self._fail(error)
+                return
+            with self._lock:
+                del self._running[lane]
+                self._complete.add(job.index)
+                self._ended.append(job)
+                self._finished.notify()
+                self._wake_ready()
+
+    def _is_ready(self, queue: deque[_Job]) -> bool:
+        if self._closing or self._error is not None:
+            return True
+        return bool(queue) and all(task in self._complete for task in queue[0].after)
+
+    def _wake_ready(self) -> None:
+        for lane, queue in self._queues.items():
+            if lane not in self._running and self._is_ready(queue):
+                self._wakers[lane].notify()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            for waker in self._wakers.values():
+                waker.notify()
+            self._finished.notify()

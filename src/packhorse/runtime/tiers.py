@@ -7,6 +7,7 @@ has one place per tier; which places hold it now is known by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from threading import Lock
 
 from packhorse.errors import AuditError
 from packhorse.program.buffers import (
@@ -51,6 +52,8 @@ class ChunkTiers:
         self._audit = audit
         self._tier_of: dict[PoolId, TierName] = {pool.id: pool.tier for pool in pools}
         self._spare = SparePages({pool.id: limits.get(pool.id, 0) for pool in pools})
+        # States are created and removed on lanes while the executor sheds pages.
+        self._lock = Lock()
         tiers: tuple[TierName, ...] = (*memory, "disk")
         self._present: dict[TierName, set[BufferId]] = {tier: set() for tier in tiers}
         self._states: dict[BufferId, tuple[str, Chunk]] = {
@@ -70,27 +73,35 @@ class ChunkTiers:
         """Whether a tier holds a state."""
         return buffer in self._present[tier]
 
-    def add(self, buffer: BufferId, tier: TierName, pool: PoolId) -> None:
-        """Note that a state has its place in a tier from now on."""
-        self._present[tier].add(buffer)
-        if tier != "disk":
-            self._spare.reuse(pool, buffer)
-
-    def commit(self, buffer: BufferId, tier: TierName) -> None:
-        """Put memory behind a state that was added, once its bytes are reserved.
+    def create(self, buffer: BufferId, tier: TierName, pool: PoolId) -> None:
+        """Give a state its place in a tier; its bytes are reserved.
 
         In an audit it holds NaN until it is written.
         """
-        if tier != "disk":
-            self._memory[tier].commit(*self._states[buffer])
-            if self._audit:
-                self._memory[tier].poison(*self._states[buffer])
+        if tier == "disk":
+            self._present[tier].add(buffer)
+            return
+        # Pages must not be taken for spare ones, and dropped, once the state has its place again.
+        with self._lock:
+            self._spare.reuse(pool, buffer)
+            self._present[tier].add(buffer)
+        self._commit(buffer, tier)
 
     def shed(self, pool: PoolId, used_bytes: int) -> None:
         """Drop spare pages of a pool until it keeps to its limit."""
         tier = self._tier_of[pool]
-        for buffer in self._spare.shed(pool, used_bytes):
-            self._memory[tier].drop(*self._states[buffer])
+        with self._lock:
+            for buffer in self._spare.shed(pool, used_bytes):
+                self._memory[tier].drop(*self._states[buffer])
+
+    def describe_files(self) -> tuple[str, ...]:
+        """The files behind the disk tier, for errors."""
+        return () if self._disk.path is None else (f"scratch file {self._disk.path}",)
+
+    def _commit(self, buffer: BufferId, tier: TierName) -> None:
+        self._memory[tier].commit(*self._states[buffer])
+        if self._audit:
+            self._memory[tier].poison(*self._states[buffer])
 
     def remove(self, buffer: Buffer, tier: TierName) -> None:
         """Take a state out of a tier; its pages stay as spare ones for now."""
@@ -99,7 +110,8 @@ class ChunkTiers:
             return
         if self._audit:
             self._memory[tier].poison(*self._states[buffer.id])
-        self._spare.keep(buffer.pools[tier], buffer.id, buffer.size_bytes)
+        with self._lock:
+            self._spare.keep(buffer.pools[tier], buffer.id, buffer.size_bytes)
 
     def borrow(self, buffer: BufferId) -> bool:
         """Bring a state that lies elsewhere to the device, outside of any program.
@@ -111,7 +123,7 @@ class ChunkTiers:
             return False
         source: TierName = "disk" if buffer in self._present["disk"] else "host"
         self._present["device"].add(buffer)
-        self.commit(buffer, "device")
+        self._commit(buffer, "device")
         self.copy(Copy(buffer=buffer, source=source, target="device"))
         return True
 

@@ -20,14 +20,16 @@ the ledger is the replay's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Final
 
 from packhorse.errors import RuleError
 from packhorse.program.buffers import BufferId, PoolId, TierName
+from packhorse.program.lanes import assign_lanes, has_transfers
 from packhorse.program.program import Program
-from packhorse.program.tasks import Free, Lane, Task, lane_of, reads_of, workspace_of, writes_of
+from packhorse.program.tasks import Free, Lane, Task, reads_of, workspace_of, writes_of
 from packhorse.simulator.costs import CostModel
 from packhorse.timeline.names import LANES, kind_of, name_of
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
@@ -42,11 +44,29 @@ INLINE: Final[Mapping[Lane, str]] = dict.fromkeys(LANES, ISSUER)
 OVERLAPPED: Final[Mapping[Lane, str]] = {lane: lane for lane in LANES}
 """Every lane on a worker of its own."""
 
+HALF_DUPLEX: Final[Sequence[Collection[Lane]]] = (("disk_read", "disk_write"),)
+"""Reads and writes of a drive share its rate."""
+
 _Place = tuple[BufferId, TierName]
 
 
+def simulate_run(program: Program, *, costs: CostModel) -> Timeline:
+    """Predict a program as the runtime runs it: lanes overlap where something is moved.
+
+    Raises:
+        RuleError, ValueError: as `simulate_program`.
+    """
+    if not has_transfers(program.tasks):
+        return simulate_program(program, costs=costs)
+    return simulate_program(program, costs=costs, workers=OVERLAPPED, exclusive=HALF_DUPLEX)
+
+
 def simulate_program(
-    program: Program, *, costs: CostModel, workers: Mapping[Lane, str] = INLINE
+    program: Program,
+    *,
+    costs: CostModel,
+    workers: Mapping[Lane, str] = INLINE,
+    exclusive: Sequence[Collection[Lane]] = (),
 ) -> Timeline:
     """Predict when each task runs and how much of each pool is in use.
 
@@ -54,6 +74,8 @@ def simulate_program(
         program: any program; one that the verifier accepts always gets through.
         costs: gives each task's duration in ns.
         workers: the worker that executes each lane; lanes that share one run one after another.
+        exclusive: groups of lanes that share one path, such as a drive that reads and writes at
+            one total rate: at any time one of them moves bytes, whichever is ready.
 
     Raises:
         RuleError: a task touches a buffer that is not there (`present`), or needs more than a
@@ -66,8 +88,11 @@ def simulate_program(
     written_ns: dict[_Place, int] = {}
     used_ns: dict[_Place, int] = {}
     spans: list[Span] = []
-    for index, task in enumerate(program.tasks):
-        lane = lane_of(task)
+    lanes = assign_lanes(program.tasks)
+    shared: dict[Lane, _Calendar] = {}
+    for group in exclusive:
+        shared |= dict.fromkeys(group, _Calendar())
+    for index, (task, lane) in enumerate(zip(program.tasks, lanes, strict=True)):
         worker = workers.get(lane)
         if worker is None:
             raise ValueError(f"lane {lane} has no worker")
@@ -83,6 +108,8 @@ def simulate_program(
             start_ns = max(start_ns, written_ns.get(place, 0))
         for place in changed:
             start_ns = max(start_ns, used_ns.get(place, 0))
+        if lane in shared and not isinstance(task, Free):
+            start_ns = shared[lane].book(start_ns, duration_ns)
         end_ns = start_ns + duration_ns
         for place in reads_of(task):
             used_ns[place] = max(used_ns.get(place, 0), end_ns)
@@ -114,6 +141,25 @@ def _changes_of(task: Task) -> tuple[_Place, ...]:
     if isinstance(task, Free):
         return ((task.buffer, task.tier),)
     return writes_of(task)
+
+
+class _Calendar:
+    """When a shared path is busy; a transfer takes the first gap that is long enough."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def book(self, ready_ns: int, duration_ns: int) -> int:
+        """Take the path for a duration, not before `ready_ns`; returns when it starts."""
+        place = bisect_right(self._ends, ready_ns)
+        start = ready_ns
+        while place < len(self._starts) and self._starts[place] < start + duration_ns:
+            start = max(start, self._ends[place])
+            place += 1
+        self._starts.insert(place, start)
+        self._ends.insert(place, start + duration_ns)
+        return start
 
 
 class _Ledger:

@@ -14,6 +14,7 @@ from packhorse.units import KIB, MIB
 _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
 _MAP_FROM_BYTES: Final = 64 * KIB
 # The largest threshold that glibc accepts: blocks from here on are mapped in either mode.
 KEEP_BELOW_BYTES: Final = 32 * MIB
@@ -33,6 +34,8 @@ def set_heap_mode(mode: Literal["keep", "map"]) -> bool:
             (_M_TRIM_THRESHOLD, 2**31 - 1),
             (_M_TOP_PAD, MIB),
         )
+    # Lanes are threads; with a heap for each, what one frees would not serve the next.
+    settings = (*settings, (_M_ARENA_MAX, 1))
     accepted = [libc.mallopt(key, value) == 1 for key, value in settings]  # each one is tried
     return all(accepted)
 
