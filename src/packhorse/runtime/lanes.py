@@ -211,9 +211,9 @@ class ThreadLanes:
     def _work(self, lane: Lane) -> None:
         try:
             self._prepare()
-        except BaseException as error:  # noqa: BLE001  handed to the executor's thread
+        except BaseException as error:
             self._fail(error)
-            return
+            raise SystemExit from error  # ends this thread; the error is raised by a wait
         queue, waker = self._queues[lane], self._wakers[lane]
         while True:
             with self._lock:
@@ -224,9 +224,9 @@ class ThreadLanes:
                 self._running[lane] = job.index
             try:
                 job.work()
-            except BaseException as error:  # noqa: BLE001  handed to the executor's thread
+            except BaseException as error:
                 self._fail(error)
-                return
+                raise SystemExit from error  # ends this thread; the error is raised by a wait
             with self._lock:
                 del self._running[lane]
                 self._complete.add(job.index)

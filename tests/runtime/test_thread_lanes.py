@@ -1,0 +1,137 @@
+"""Lanes with threads: order, dependencies, errors, and a drive that never answers."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from random import Random
+
+import pytest
+
+from packhorse.program.tasks import Lane
+from packhorse.runtime.lanes import LanesStuckError, ThreadLanes
+
+LANES: tuple[Lane, ...] = ("compute", "disk_read", "disk_write")
+
+
+def nothing() -> None:
+    """Prepare no thread."""
+
+
+@pytest.fixture
+def lanes():
+    made = ThreadLanes(prepare=nothing, stuck_after_s=5.0)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_work_follows_its_lane_and_its_dependencies(lanes: ThreadLanes, seed: int) -> None:
+    random = Random(seed)
+    ran: list[int] = []
+    booked: list[int] = []
+
+    def book(index: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        booked.append(index)
+
+    for _ in range(3):  # task numbers start anew after wait_all
+        ran.clear()
+        booked.clear()
+        on: list[Lane] = []
+        after: list[list[int]] = []
+        for index in range(60):
+            lane = random.choice(LANES)
+            waits = sorted(random.sample(range(index), min(index, random.randrange(4))))
+            on.append(lane)
+            after.append(waits)
+
+            lanes.submit(index, lane, partial(ran.append, index), partial(book, index), waits)
+            if random.random() < 0.2:
+                lanes.wait_any()
+        lanes.wait_all()
+        assert sorted(ran) == sorted(booked) == list(range(60))
+        place = {index: at for at, index in enumerate(ran)}
+        for index, waits in enumerate(after):
+            assert all(place[wait] < place[index] for wait in waits)
+        for lane in LANES:
+            mine = [index for index in ran if on[index] == lane]
+            assert mine == sorted(mine)
+
+
+def test_lanes_run_beside_each_other(lanes: ThreadLanes) -> None:
+    reading, computing = threading.Event(), threading.Event()
+
+    def read() -> None:
+        reading.set()
+        assert computing.wait(5), "compute did not start while a read was going on"
+
+    def compute() -> None:
+        assert reading.wait(5)
+        computing.set()
+
+    lanes.submit(0, "disk_read", read, nothing, ())
+    lanes.submit(1, "compute", compute, nothing, ())
+    lanes.wait_all()
+
+
+def test_the_first_error_ends_everything(lanes: ThreadLanes) -> None:
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("the drive is gone")
+
+    def submit_and_wait(index: int) -> None:
+        lanes.submit(index, "compute", partial(ran.append, index), nothing, (0,))
+        lanes.wait_all()
+
+    lanes.submit(0, "disk_read", fail, nothing, ())
+    with pytest.raises(ValueError, match="the drive is gone"):
+        submit_and_wait(1)
+    with pytest.raises(ValueError, match="the drive is gone"):
+        submit_and_wait(2)
+    assert not ran
+
+
+def test_a_lane_that_does_not_answer_is_named() -> None:
+    lanes = ThreadLanes(prepare=nothing, stuck_after_s=0.2)
+    answer = threading.Event()
+
+    def wait() -> None:
+        answer.wait(20)
+
+    lanes.submit(7, "disk_write", wait, nothing, ())
+    lanes.submit(8, "compute", nothing, nothing, (7,))
+    with pytest.raises(LanesStuckError) as caught:
+        lanes.wait_all()
+    assert caught.value.running == {"disk_write": 7}
+    answer.set()
+    lanes.close()
+
+
+def test_closing_drops_what_has_not_begun(lanes: ThreadLanes) -> None:
+    begun, answer = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def first() -> None:
+        begun.set()
+        answer.wait(5)
+
+    lanes.submit(0, "compute", first, nothing, ())
+    lanes.submit(1, "compute", lambda: ran.append(1), nothing, ())
+    assert begun.wait(5)
+    threading.Timer(0.1, answer.set).start()
+    lanes.close()
+    assert not ran
+    lanes.close()
+
+
+def test_threads_are_prepared_and_an_error_there_is_told() -> None:
+    def refuse() -> None:
+        raise RuntimeError("no thread for you")
+
+    lanes = ThreadLanes(prepare=refuse, stuck_after_s=5.0)
+    lanes.submit(0, "compute", nothing, nothing, ())
+    with pytest.raises(RuntimeError, match="no thread for you"):
+        lanes.wait_all()
+    lanes.close()
