@@ -30,6 +30,7 @@ from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
 from packhorse.runtime.disk import DiskTier
 from packhorse.runtime.executor import Executor, Outcome, StepWork, prepare_program
+from packhorse.runtime.kept_heap import find_kept_bytes
 from packhorse.runtime.lanes import InlineLanes, Lanes, LanesStuckError, ThreadLanes
 from packhorse.runtime.memory.backing import HostBacking
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
@@ -57,8 +58,6 @@ _FIX_NON_FINITE: Final = (
     "lower learning_rate, lengthen warmup_steps, set max_grad_norm: 1.0, or look at the rows of"
     " this batch;\nthe last checkpoint is from before"
 )
-# Blocks of a few sizes leave holes; with so much room for what is live at once the rest fits.
-_SETTLED_PEAKS: Final = 3
 StateTransfer = Callable[[str, ParameterPiece], None]
 
 
@@ -249,9 +248,7 @@ class Engine:
         """
         if self._heap == "keep" and not self._settled:
             prepared = self._prepared["evaluate"]
-            pool = prepared.program.workspace_pool
-            capacity = {pool.id: pool.capacity_bytes for pool in prepared.program.pools}[pool]
-            settle_heap(min(capacity, _SETTLED_PEAKS * prepared.proof.peak_bytes[pool]))
+            settle_heap(find_kept_bytes(prepared.program, prepared.proof))
         self._settled = True
         return self._step("evaluate", feeds, step=None, update=_no_update)
 

@@ -212,8 +212,9 @@ class ThreadLanes:
         try:
             self._prepare()
         except BaseException as error:
-            self._fail(error)
-            raise SystemExit from error  # ends this thread; the error is raised by a wait
+            if self._fail(error):
+                return
+            raise
         queue, waker = self._queues[lane], self._wakers[lane]
         while True:
             with self._lock:
@@ -225,8 +226,9 @@ class ThreadLanes:
             try:
                 job.work()
             except BaseException as error:
-                self._fail(error)
-                raise SystemExit from error  # ends this thread; the error is raised by a wait
+                if self._fail(error):
+                    return
+                raise
             with self._lock:
                 del self._running[lane]
                 self._complete.add(job.index)
@@ -244,10 +246,13 @@ class ThreadLanes:
             if lane not in self._running and self._is_ready(queue):
                 self._wakers[lane].notify()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> bool:
+        """Keep the first error for the executor's thread, which raises it; False for any other."""
         with self._lock:
-            if self._error is None:
-                self._error = error
+            if self._error is not None:
+                return False
+            self._error = error
             for waker in self._wakers.values():
                 waker.notify()
             self._finished.notify()
+            return True

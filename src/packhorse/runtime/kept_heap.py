@@ -1,0 +1,40 @@
+"""How large a kept heap may become while a program runs.
+
+In: a program and its proof. Out: bytes. Blocks from 32 MiB on are mapped and given back in either
+heap mode, so only smaller ones count; they leave holes, so they get room for more than is live.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from packhorse.program.buffers import BufferId
+from packhorse.program.program import Program, Proof
+from packhorse.program.tasks import Free, workspace_of, writes_of
+from packhorse.runtime.memory.heap import KEEP_BELOW_BYTES
+
+# Blocks of a few sizes leave holes; with so much room for what is live at once the rest fits.
+ROOM: Final = 3
+
+
+def find_kept_bytes(program: Program, proof: Proof) -> int:
+    """Find what the heap should take at once, within what the proof grants its pool.
+
+    A workspace of 32 MiB or more is taken for blocks that are mapped.
+    """
+    pool = program.workspace_pool
+    live: dict[BufferId, int] = {}
+    kept = 0
+    for task in program.tasks:
+        if isinstance(task, Free):
+            live.pop(task.buffer, None)
+            continue
+        for buffer, tier in writes_of(task):
+            declared = program.buffers[buffer]
+            if declared.pools[tier] == pool and declared.size_bytes < KEEP_BELOW_BYTES:
+                live[buffer] = declared.size_bytes
+        workspace = workspace_of(task)
+        kept = max(kept, sum(live.values()) + workspace * (workspace < KEEP_BELOW_BYTES))
+    capacity = next(each.capacity_bytes for each in program.pools if each.id == pool)
+    mapped = proof.peak_bytes[pool] - kept
+    return max(min(ROOM * kept, capacity - mapped), 0)
