@@ -10,10 +10,29 @@ from hypothesis import strategies as st
 from packhorse.errors import FileFormatError, InputError
 from packhorse.machine.catalogue import list_known_machines, load_known_machine
 from packhorse.machine.files import format_machine, parse_machine, read_machine, write_machine
-from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
+from packhorse.machine.spec import Drive, Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
 
 rates = st.floats(1e-3, 1e18, allow_nan=False, allow_infinity=False)
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
+
+
+@st.composite
+def drives_at(draw: st.DrawFn, path: str) -> tuple[Drive, ...]:
+    others = draw(st.lists(texts.filter(lambda text: text != path), max_size=2, unique=True))
+    return tuple(
+        Drive(
+            path=folder,
+            budget_bytes=draw(st.integers(0, 2**60)),
+            read_bytes_per_s=draw(rates),
+            write_bytes_per_s=draw(rates),
+            measured_bytes=draw(st.integers(0, 2**40)),
+            direct=draw(st.booleans()),
+            block_bytes=4096 * draw(st.integers(1, 8192)),
+            num_threads=draw(st.integers(1, 16)),
+            huge_pages=draw(st.booleans()),
+        )
+        for folder in draw(st.sampled_from([(), (path, *others)]))
+    )
 
 
 @st.composite
@@ -29,6 +48,7 @@ def machines(draw: st.DrawFn) -> Machine:
                 total_bytes=total,
                 budget_bytes=draw(st.integers(0, total)),
                 path=path,
+                drives=draw(drives_at(path)) if path else (),
             )
         )
     links = [
@@ -37,6 +57,8 @@ def machines(draw: st.DrawFn) -> Machine:
             target=target,
             bytes_per_s=draw(rates),
             latency_ns=draw(st.integers(0, 10**9)),
+            mixed_bytes_per_s=draw(st.none() | rates),
+            burst_bytes_per_s=draw(st.none() | rates),
         )
         for source in names
         for target in names
@@ -87,7 +109,7 @@ def test_file_starts_with_kind_and_version() -> None:
 
 
 def test_newer_version_and_other_kind_are_refused_by_name() -> None:
-    assert "version 2; this program reads versions up to 1" in refuse(body() | {"version": 2}).what
+    assert "version 3; this program reads versions up to 2" in refuse(body() | {"version": 3}).what
     assert (
         "'packhorse/plan', not 'packhorse/machine'"
         in refuse(body() | {"kind": "packhorse/plan"}).what
@@ -205,3 +227,61 @@ def test_catalogue_names_the_nearest() -> None:
     with pytest.raises(InputError, match="no machine named 'rtx4090'") as caught:
         load_known_machine("rtx4090")
     assert "did you mean 'rtx-4090'?" in str(caught.value)
+
+
+def drive(**other: Any) -> dict[str, Any]:
+    return {
+        "path": "scratch",
+        "budget_bytes": 10,
+        "read_bytes_per_s": 2e9,
+        "write_bytes_per_s": 1e9,
+        "measured_bytes": 10,
+        "direct": True,
+        "block_bytes": 8388608,
+        "num_threads": 1,
+        "huge_pages": True,
+        **other,
+    }
+
+
+@pytest.mark.parametrize(
+    ("drives", "where", "words"),
+    [
+        ([drive(path="other")], "tiers[2].drives[0].path", "at the tier's path, 'scratch'"),
+        ([drive(), drive()], "tiers[2].drives[1].path", "a folder of its own"),
+        ([drive(read_bytes_per_s=0)], "tiers[2].drives[0].read_bytes_per_s", "positive number"),
+        ([drive(budget_bytes=-1)], "tiers[2].drives[0]", "cannot be negative"),
+        ([drive(block_bytes=1000)], "tiers[2].drives[0].block_bytes", "a multiple of 4096"),
+        ([drive(num_threads=0)], "tiers[2].drives[0].num_threads", "1 to 16"),
+        ([drive(num_thread=1)], "tiers[2].drives[0]", "unknown key 'num_thread'"),
+    ],
+)
+def test_drives_are_checked(drives: list[dict[str, Any]], where: str, words: str) -> None:
+    content = body()
+    content["tiers"][2]["drives"] = drives
+    error = refuse(content)
+    assert words in error.what
+    assert error.where == f"m.json: {where}"
+
+
+def test_only_the_disk_has_drives() -> None:
+    content = body()
+    content["tiers"][1] |= {"path": "scratch", "drives": [drive()]}
+    assert "only the disk tier has drives, not host" in refuse(content).what
+
+
+def test_files_of_version_1_are_read() -> None:
+    content = body() | {"version": 1}
+    for tier in content["tiers"]:
+        del tier["drives"]
+    for link in content["links"]:
+        del link["mixed_bytes_per_s"], link["burst_bytes_per_s"]
+    machine = parse_machine(json.dumps(content))
+    assert machine == load_known_machine("rtx-4090")
+    assert machine.links[0].mixed_bytes_per_s is None
+
+
+def test_impossible_mixed_rates_are_refused() -> None:
+    content = body()
+    content["links"][3]["mixed_bytes_per_s"] = 0.0
+    assert "a rate must be a positive number" in refuse(content).what

@@ -11,7 +11,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final, cast
@@ -20,12 +20,14 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from packhorse.errors import FileFormatError, PackhorseError
-from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
+from packhorse.machine.spec import Drive, Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
 from packhorse.notation import NotationError, parse_notation
 from packhorse.units import format_bytes
 
 KIND: Final = "packhorse/machine"
-VERSION: Final = 1
+VERSION: Final = 2
+"""2 came with drives, mixed and burst rates; files of version 1 name none of them."""
+
 _FIX: Final = "write the file anew with `packhorse probe`, or correct it by hand"
 _PARTS: Final[Mapping[str, type]] = {
     "tiers": Tier,
@@ -34,6 +36,8 @@ _PARTS: Final[Mapping[str, type]] = {
     "updates": UpdateRate,
     "heap": Heap,
 }
+_PAGE_BYTES: Final = 4096
+MOST_DRIVE_THREADS: Final = 16
 
 
 def format_machine(machine: Machine) -> str:
@@ -132,6 +136,8 @@ def check_machine(machine: Machine, where: str) -> None:
             )
         if tier.name == "disk" and not tier.path:
             raise refuse("the disk tier needs the path of a scratch folder", f"tiers[{index}].path")
+        for key, what in _find_drive_faults(tier):
+            raise refuse(what, f"tiers[{index}].{key}")
     for index, link in enumerate(machine.links):
         for end in (link.source, link.target):
             if end not in names:
@@ -144,7 +150,14 @@ def check_machine(machine: Machine, where: str) -> None:
     if not machine.matmul:
         raise refuse("a machine needs at least one point of the matmul curve", "matmul")
     rates = {"memory_bytes_per_s": machine.memory_bytes_per_s}
-    rates |= {f"links[{i}].bytes_per_s": x.bytes_per_s for i, x in enumerate(machine.links)}
+    for index, link in enumerate(machine.links):
+        alone = f"links[{index}].bytes_per_s"
+        found = {
+            alone: link.bytes_per_s,
+            f"links[{index}].mixed_bytes_per_s": link.mixed_bytes_per_s,
+            f"links[{index}].burst_bytes_per_s": link.burst_bytes_per_s,
+        }
+        rates |= {key: rate for key, rate in found.items() if rate is not None}
     rates |= {f"matmul[{i}].flops_per_s": x.flops_per_s for i, x in enumerate(machine.matmul)}
     rates |= {
         f"updates[{i}].parameters_per_s": x.parameters_per_s for i, x in enumerate(machine.updates)
@@ -163,6 +176,32 @@ def check_machine(machine: Machine, where: str) -> None:
     ):
         if not (math.isfinite(share) and share >= 0):
             raise refuse(f"a share must be 0 or more, not {share}", f"heap.{key}")
+
+
+def _find_drive_faults(tier: Tier) -> Iterator[tuple[str, str]]:
+    """Find what is wrong with the drives of a tier, as keys and sentences."""
+    if tier.drives and tier.name != "disk":
+        yield "drives", f"only the disk tier has drives, not {tier.name}"
+    if tier.drives and tier.drives[0].path != tier.path:
+        yield "drives[0].path", f"the first drive must be at the tier's path, {tier.path!r}"
+    paths: set[str] = set()
+    for index, drive in enumerate(tier.drives):
+        place = f"drives[{index}]"
+        if not drive.path or drive.path in paths:
+            yield f"{place}.path", f"each drive needs a folder of its own, not {drive.path!r}"
+        paths.add(drive.path)
+        for key, rate in (
+            ("read_bytes_per_s", drive.read_bytes_per_s),
+            ("write_bytes_per_s", drive.write_bytes_per_s),
+        ):
+            if not (math.isfinite(rate) and rate > 0):
+                yield f"{place}.{key}", f"a rate must be a positive number, not {rate}"
+        if drive.budget_bytes < 0 or drive.measured_bytes < 0:
+            yield place, "a number of bytes cannot be negative"
+        if drive.block_bytes < 1 or drive.block_bytes % _PAGE_BYTES:
+            yield f"{place}.block_bytes", f"must be a multiple of {_PAGE_BYTES}"
+        if not 1 <= drive.num_threads <= MOST_DRIVE_THREADS:
+            yield f"{place}.num_threads", f"must be 1 to {MOST_DRIVE_THREADS}"
 
 
 def _check_kind(found: Mapping[object, object], where: str) -> None:
@@ -196,6 +235,17 @@ def _check_keys(body: Mapping[str, object], where: str) -> None:
                 place = f"{key}[{index}]" if isinstance(value, list) else key
                 names = cast("dict[str, object]", entry)  # parsed text: only its keys are read
                 _check_names(names, part, f"{where}: {place}")
+                if part is Tier:
+                    _check_drive_names(names.get("drives"), f"{where}: {place}")
+
+
+def _check_drive_names(drives: object, where: str) -> None:
+    if isinstance(drives, list):
+        entries = cast("list[object]", drives)  # parsed text: each entry is checked here
+        for index, entry in enumerate(entries):
+            if isinstance(entry, dict):
+                names = cast("dict[str, object]", entry)  # parsed text: only its keys are read
+                _check_names(names, Drive, f"{where}.drives[{index}]")
 
 
 def _check_names(body: Mapping[str, object], part: type, where: str) -> None:

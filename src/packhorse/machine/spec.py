@@ -14,12 +14,34 @@ TierName = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drive:
+    """One scratch folder: its share of the budget, its rates alone, and how they are reached.
+
+    `measured_bytes` is the size of the file that it was measured with. A run moves bytes as the
+    rates were measured: past the page cache or not (`direct`), in transfers of at most
+    `block_bytes`, `num_threads` at once in each direction, to memory of huge pages or not.
+    """
+
+    path: str
+    budget_bytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    measured_bytes: int
+    direct: bool
+    block_bytes: int
+    num_threads: int
+    huge_pages: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
     """One place where bytes live.
 
     `budget_bytes` is what a plan may use of it; `total_bytes` is what is there: the memory that
     this process may use at most, or what was free on the disk. For the disk tier `path` is the
     scratch folder, and `endurance_bytes` what its drive may be written in its life, where known.
+    `drives` are its scratch folders as measured, the first at `path`; several share every transfer
+    in proportion to their rates.
     """
 
     name: TierName
@@ -27,16 +49,24 @@ class Tier:
     budget_bytes: int
     path: str | None = None
     endurance_bytes: int | None = None
+    drives: tuple[Drive, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A one-way path between two tiers of one rank."""
+    """A one-way path between two tiers of one rank.
+
+    `bytes_per_s` is the rate that plans count on while the way back is idle; `mixed_bytes_per_s`
+    the one while both ways are busy, None where nobody measured it. Where `bytes_per_s` is what a
+    drive sustains, `burst_bytes_per_s` is what it does before its cache is full.
+    """
 
     source: TierName
     target: TierName
     bytes_per_s: float
     latency_ns: int
+    mixed_bytes_per_s: float | None = None
+    burst_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

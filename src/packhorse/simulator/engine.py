@@ -7,7 +7,7 @@ nanoseconds. It follows the memory contract of the executor:
         wait until every pool has room for what the task creates and its workspace
         reserve it                                   issue_ns
         start = max(issue_ns, the worker is free, every conflicting earlier task is complete)
-        end   = start + duration
+        end   = start + duration                     (later, and slower, on a path that is shared)
         at end: release the workspace; a Free releases its buffer
         if the task's worker is the issuing thread itself, issue nothing before `end`
 
@@ -20,9 +20,9 @@ the ledger is the replay's.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
+from math import ceil
 from typing import Final
 
 from packhorse.errors import RuleError
@@ -30,7 +30,8 @@ from packhorse.program.buffers import BufferId, PoolId, TierName
 from packhorse.program.lanes import assign_lanes, has_transfers
 from packhorse.program.program import Program
 from packhorse.program.tasks import Free, Lane, Task, reads_of, workspace_of, writes_of
-from packhorse.simulator.costs import CostModel
+from packhorse.simulator.costs import CostModel, TaskCosts
+from packhorse.simulator.sharing import PathCalendar, SharedPath, sharing_of, stretch_of
 from packhorse.timeline.names import LANES, kind_of, name_of
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
 from packhorse.units import format_bytes
@@ -44,21 +45,21 @@ INLINE: Final[Mapping[Lane, str]] = dict.fromkeys(LANES, ISSUER)
 OVERLAPPED: Final[Mapping[Lane, str]] = {lane: lane for lane in LANES}
 """Every lane on a worker of its own."""
 
-HALF_DUPLEX: Final[Sequence[Collection[Lane]]] = (("disk_read", "disk_write"),)
-"""Reads and writes of a drive share its rate."""
-
 _Place = tuple[BufferId, TierName]
 
 
-def simulate_run(program: Program, *, costs: CostModel) -> Timeline:
+def simulate_run(program: Program, *, costs: TaskCosts) -> Timeline:
     """Predict a program as the runtime runs it: lanes overlap where something is moved.
+
+    How reads and writes share a drive is the machine's to say: see `sharing`.
 
     Raises:
         RuleError, ValueError: as `simulate_program`.
     """
     if not has_transfers(program.tasks):
         return simulate_program(program, costs=costs)
-    return simulate_program(program, costs=costs, workers=OVERLAPPED, exclusive=HALF_DUPLEX)
+    shared = sharing_of(costs.machine)
+    return simulate_program(program, costs=costs, workers=OVERLAPPED, shared=shared)
 
 
 def simulate_program(
@@ -66,7 +67,7 @@ def simulate_program(
     *,
     costs: CostModel,
     workers: Mapping[Lane, str] = INLINE,
-    exclusive: Sequence[Collection[Lane]] = (),
+    shared: Sequence[SharedPath] = (),
 ) -> Timeline:
     """Predict when each task runs and how much of each pool is in use.
 
@@ -74,8 +75,7 @@ def simulate_program(
         program: any program; one that the verifier accepts always gets through.
         costs: gives each task's duration in ns.
         workers: the worker that executes each lane; lanes that share one run one after another.
-        exclusive: groups of lanes that share one path, such as a drive that reads and writes at
-            one total rate: at any time one of them moves bytes, whichever is ready.
+        shared: lanes that share a path, such as a drive that reads and writes at one total rate.
 
     Raises:
         RuleError: a task touches a buffer that is not there (`present`), or needs more than a
@@ -89,9 +89,11 @@ def simulate_program(
     used_ns: dict[_Place, int] = {}
     spans: list[Span] = []
     lanes = assign_lanes(program.tasks)
-    shared: dict[Lane, _Calendar] = {}
-    for group in exclusive:
-        shared |= dict.fromkeys(group, _Calendar())
+    calendars: dict[Lane, PathCalendar] = {}
+    stretch: dict[Lane, float] = {}
+    for path in shared:
+        calendars |= dict.fromkeys(path.lanes, PathCalendar(path))
+        stretch |= dict.fromkeys(path.lanes, stretch_of(path, program, costs))
     for index, (task, lane) in enumerate(zip(program.tasks, lanes, strict=True)):
         worker = workers.get(lane)
         if worker is None:
@@ -108,9 +110,10 @@ def simulate_program(
             start_ns = max(start_ns, written_ns.get(place, 0))
         for place in changed:
             start_ns = max(start_ns, used_ns.get(place, 0))
-        if lane in shared and not isinstance(task, Free):
-            start_ns = shared[lane].book(start_ns, duration_ns)
         end_ns = start_ns + duration_ns
+        if lane in calendars and not isinstance(task, Free):
+            duration_ns = ceil(duration_ns * stretch[lane])
+            start_ns, end_ns = calendars[lane].book(lane, start_ns, duration_ns)
         for place in reads_of(task):
             used_ns[place] = max(used_ns.get(place, 0), end_ns)
         for place in changed:
@@ -141,25 +144,6 @@ def _changes_of(task: Task) -> tuple[_Place, ...]:
     if isinstance(task, Free):
         return ((task.buffer, task.tier),)
     return writes_of(task)
-
-
-class _Calendar:
-    """When a shared path is busy; a transfer takes the first gap that is long enough."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-
-    def book(self, ready_ns: int, duration_ns: int) -> int:
-        """Take the path for a duration, not before `ready_ns`; returns when it starts."""
-        place = bisect_right(self._ends, ready_ns)
-        start = ready_ns
-        while place < len(self._starts) and self._starts[place] < start + duration_ns:
-            start = max(start, self._ends[place])
-            place += 1
-        self._starts.insert(place, start)
-        self._ends.insert(place, start + duration_ns)
-        return start
 
 
 class _Ledger:
