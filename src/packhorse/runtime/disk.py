@@ -1,36 +1,86 @@
-"""The disk tier: every buffer that may lie on disk has one aligned extent of a scratch file.
+"""The disk tier: every buffer that may lie on disk has aligned extents of a scratch file.
 
-In: buffers with a disk pool, a scratch folder. Out: reads and writes in place between extents and
-chunk memory. The file is preallocated before the first step, and removed at the end.
+In: buffers with a disk pool, a scratch folder, and whether finished steps are kept. Out: reads and
+writes in place between extents and chunk memory. The file is preallocated before the first step.
+
+A buffer has one extent. Where finished steps are kept, a state that steps change has two, and a
+record beside the file says which one holds the last finished step: see `storage.slots`. Such a file
+stays when the process ends, however it ends; any other is removed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from packhorse.errors import InputError
+from packhorse.errors import InputError, StorageError
 from packhorse.program.buffers import Buffer, BufferId
 from packhorse.storage.counters import IoCounters
-from packhorse.storage.extents import lay_out_extents
-from packhorse.storage.scratch_folder import claim_scratch
+from packhorse.storage.extents import ExtentMap, lay_out_extents
+from packhorse.storage.kept_state import NAMES, KeptState, find_kept, refuse_kept, remove_kept
+from packhorse.storage.record import (
+    Json,
+    create_record,
+    first_difference,
+    open_record,
+)
+from packhorse.storage.scratch_file import ScratchFile
+from packhorse.storage.scratch_folder import ScratchFolder, claim_scratch
+from packhorse.storage.slots import Slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """How finished steps are kept.
+
+    `sizes_bytes` names the states that steps change: those at home on the disk and those that are
+    written behind. `description` says what a reader of the file must know beside the extents, its
+    `owner` among it. `resumed` is kept state that this process goes on from.
+    """
+
+    sizes_bytes: Mapping[BufferId, int]
+    description: Json
+    resumed: KeptState | None
 
 
 class DiskTier:
     """Buffers on disk, in one file of a folder that this process holds.
 
+    Args:
+        buffers: those with a disk pool have a place.
+        folder: the scratch folder.
+        keeping: None when the file goes with the process.
+
     Raises:
-        InputError: another live process holds the folder.
+        InputError: another live process holds the folder, or it keeps the state of a run that this
+            process does not go on from.
         StorageError: not enough space, or the folder is unwritable.
     """
 
-    def __init__(self, buffers: Mapping[BufferId, Buffer], folder: Path | None) -> None:
+    def __init__(
+        self,
+        buffers: Mapping[BufferId, Buffer],
+        folder: Path | None,
+        keeping: Keeping | None = None,
+    ) -> None:
         sizes: dict[str, int] = {b.id: b.size_bytes for b in buffers.values() if "disk" in b.pools}
-        self._extents = lay_out_extents(sizes)
-        self._folder = None
-        self._file = None
+        second: dict[str, int] = {}
+        if keeping is not None:
+            for name, size_bytes in keeping.sizes_bytes.items():
+                sizes[name] = size_bytes
+                second[_second(name)] = size_bytes
+        self._extents = lay_out_extents({**sizes, **second})
+        self._folder: ScratchFolder | None = None
+        self._file: ScratchFile | None = None
+        self._slots: Slots | None = None
+        self._record = None
+        self._resumed = None if keeping is None else keeping.resumed
+        self._difference: str | None = None
+        self._discarded = False
         if not sizes:
             return
         if folder is None:
@@ -40,9 +90,9 @@ class DiskTier:
             )
         self._folder = claim_scratch(folder)
         try:
-            self._folder.remove_files()
-            self._file = self._folder.create_file("state", self._extents.total_bytes)
+            self._open(self._folder, keeping)
         except BaseException:
+            self._close_files()
             self._folder.close()
             raise
 
@@ -74,23 +124,131 @@ class DiskTier:
             return IoCounters()
         return self._file.counters
 
+    @property
+    def keeps(self) -> bool:
+        """Whether finished steps are kept."""
+        return self._slots is not None
+
+    @property
+    def recorded_step(self) -> int | None:
+        """The newest step that is kept, None when there is none."""
+        return None if self._slots is None else self._slots.recorded_step
+
+    @property
+    def is_reopened(self) -> bool:
+        """Whether the resumed file itself is in use, with all states of its step in place."""
+        return self._resumed is not None and self._difference is None and self.keeps
+
     def read(self, buffer: BufferId, address: int) -> None:
-        """Read a buffer's extent to an address; blocks until it is there."""
+        """Read a buffer's newest bytes to an address; blocks until they are there."""
         assert self._file is not None
-        extent = self._extents[buffer]
+        slot = 0
+        if self._slots is not None and buffer in self._slots:
+            slot = self._slots.slot_to_read(buffer)
+        extent = self._extents[_second(buffer) if slot else buffer]
         self._file.read_into(address, extent.offset_bytes, extent.size_bytes)
 
     def write(self, buffer: BufferId, address: int) -> None:
-        """Write a buffer's extent from an address; blocks until the disk has it."""
+        """Write a buffer from an address; blocks until the disk has it.
+
+        The recorded slot is left alone: while a commit is in progress, the write waits for it.
+        """
         assert self._file is not None
-        extent = self._extents[buffer]
+        if self._slots is None or buffer not in self._slots:
+            extent = self._extents[buffer]
+            self._file.write_from(address, extent.offset_bytes, extent.size_bytes)
+            return
+        slot = self._slots.slot_to_write(buffer)
+        extent = self._extents[_second(buffer) if slot else buffer]
         self._file.write_from(address, extent.offset_bytes, extent.size_bytes)
+        self._slots.wrote(buffer, slot)
+
+    def commit(self, step: int, state: Json) -> None:
+        """Begin to make what was written durable as the state after `step`; see `Slots.commit`."""
+        assert self._slots is not None
+        self._slots.commit(step, state)
+
+    def settle(self) -> None:
+        """Block until the last commit is on the disk."""
+        if self._slots is not None:
+            self._slots.settle()
+
+    def drop_resumed(self) -> None:
+        """Remove the file that was resumed from, once its state is elsewhere."""
+        if self._resumed is not None and not self.is_reopened:
+            remove_kept(self._resumed)
+        self._resumed = None if not self.is_reopened else self._resumed
+
+    def discard(self) -> None:
+        """Let the file go at the end even though it keeps a step: nobody needs it any more."""
+        self._discarded = True
 
     def close(self) -> None:
-        """Remove the scratch file and give the folder free."""
-        if self._file is not None:
-            self._file.remove()
-            self._file = None
+        """Give the folder free; the file stays when it keeps a step, and goes otherwise."""
+        if self._slots is not None:
+            # What was recorded before a failed commit still stands, and goes on standing.
+            with suppress(StorageError):
+                self._slots.settle()
+        self._close_files()
         if self._folder is not None:
             self._folder.close()
             self._folder = None
+
+    def _close_files(self) -> None:
+        stays = self.recorded_step is not None and not self._discarded
+        if self._record is not None:
+            self._record.close() if stays else self._record.remove()
+            self._record = None
+        if self._file is not None:
+            self._file.close() if stays else self._file.remove()
+            self._file = None
+        self._slots = None
+
+    def _open(self, folder: ScratchFolder, keeping: Keeping | None) -> None:
+        kept, _ = find_kept(folder.path)
+        mine = None if keeping is None else keeping.resumed
+        for each in kept:
+            if mine is None or each.record != mine.record:
+                raise refuse_kept(each, folder.path)
+        folder.remove_files(but=() if mine is None else (mine.file, mine.record))
+        if keeping is None:
+            self._file = folder.create_file(NAMES[0][0], self.size_bytes)
+            return
+        header = {
+            **keeping.description,
+            "file_bytes": self.size_bytes,
+            "buffers": _describe(self._extents),
+        }
+        if mine is not None:
+            self._difference = first_difference(mine.header, header)
+        if mine is not None and self._difference is None:
+            self._file = folder.open_file(mine.names[0], self.size_bytes)
+            self._record = open_record(mine.record)
+        else:
+            used = None if mine is None else mine.names
+            names = next(names for names in NAMES if names != used)
+            self._file = folder.create_file(names[0], self.size_bytes)
+            self._record = create_record(
+                folder.file_path(names[1]), header, num_buffers=len(keeping.sizes_bytes)
+            )
+        self._slots = Slots(
+            tuple(keeping.sizes_bytes),
+            flush=self._file.flush,
+            record=self._record,
+            recorded=mine.entry if mine is not None and self._difference is None else None,
+        )
+
+
+def _second(name: str) -> str:
+    return f"{name}+"
+
+
+def _describe(extents: ExtentMap) -> dict[str, list[int]]:
+    """Size and offset of each buffer, then its second offset where it has one."""
+    found: dict[str, list[int]] = {}
+    for name, extent in extents.extents.items():
+        if name.endswith("+"):
+            found[name[:-1]].append(extent.offset_bytes)
+        else:
+            found[name] = [extent.size_bytes, extent.offset_bytes]
+    return found

@@ -35,7 +35,7 @@ _SYNC_RANGE_ALL: Final = 7  # wait before, write, wait after: <linux/fs.h> SYNC_
 
 
 class ScratchFile:
-    """An open scratch file; made by `create_scratch_file`.
+    """An open scratch file; made by `create_scratch_file` or `open_scratch_file`.
 
     Transfers may run on several threads at once, as long as their ranges do not overlap.
     """
@@ -139,6 +139,19 @@ class ScratchFile:
                             self._read(descriptor, pages, place)
                         pages[:length] = memory.part(start, length)
                         self._write(descriptor, pages, place)
+
+    def flush(self) -> None:
+        """Bring everything that was written to the disk itself; blocks until it is there.
+
+        Other threads may go on writing; what they write meanwhile may or may not be included.
+
+        Raises:
+            StorageError: the disk fails; what was written since the last flush may be lost.
+        """
+        try:
+            os.fdatasync(self._open_descriptor())
+        except OSError as error:
+            raise explain_failure(error, self._path, "flush the scratch file") from error
 
     def close(self) -> None:
         """Close the file and keep it on the disk. Closing twice is harmless."""
@@ -300,6 +313,38 @@ def create_scratch_file(
     except StorageError:
         target.unlink(missing_ok=True)
         raise
+
+
+def open_scratch_file(
+    path: str | os.PathLike[str],
+    size_bytes: int,
+    *,
+    direct: bool | None = None,
+    block_bytes: int = DEFAULT_BLOCK_BYTES,
+) -> ScratchFile:
+    """Open a scratch file that an earlier process made, with what it wrote.
+
+    Args:
+        path: the file.
+        size_bytes: as it was made; the other arguments as for `create_scratch_file`.
+
+    Raises:
+        StorageError: it is not there or has another size.
+    """
+    target = Path(path)
+    size_bytes = max(align_up(size_bytes), ALIGNMENT_BYTES)
+    _check_block(block_bytes)
+    try:
+        found_bytes = target.stat().st_size
+    except OSError as error:
+        raise explain_failure(error, target, "open the scratch file") from error
+    if found_bytes != size_bytes:
+        raise StorageError(
+            f"the scratch file has {found_bytes} bytes, {size_bytes} were made",
+            where=str(target),
+            fix="resume from a checkpoint; packhorse clean removes the scratch file",
+        )
+    return _open(target, size_bytes, direct=direct, block_bytes=block_bytes)
 
 
 def _check_block(block_bytes: int) -> None:

@@ -7,13 +7,14 @@ holds it. Only files made by `ScratchFolder.create_file` are ever removed.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from packhorse.storage.folder_lock import FolderLock, lock_folder
-from packhorse.storage.scratch_file import ScratchFile, create_scratch_file
+from packhorse.storage.scratch_file import ScratchFile, create_scratch_file, open_scratch_file
 
 LOCK_NAME: Final = ".packhorse-lock"
 _PREFIX: Final = "packhorse-"
@@ -53,7 +54,7 @@ class ScratchFolder:
 
     def file_path(self, name: str) -> Path:
         """Where the scratch file called `name` lies or would lie."""
-        return self._path / f"{_PREFIX}{name}{_SUFFIX}"
+        return scratch_path(self._path, name)
 
     def create_file(self, name: str, size_bytes: int) -> ScratchFile:
         """Make the preallocated scratch file `name`; replaces a leftover of that name.
@@ -63,9 +64,17 @@ class ScratchFolder:
         """
         return create_scratch_file(self.file_path(name), size_bytes)
 
-    def remove_files(self) -> tuple[Leftover, ...]:
-        """Delete all scratch files here and tell which."""
-        leftovers = find_leftovers(self._path)
+    def open_file(self, name: str, size_bytes: int) -> ScratchFile:
+        """Open the scratch file `name` of an earlier process, with what it wrote.
+
+        Raises:
+            StorageError: it is not there or has another size.
+        """
+        return open_scratch_file(self.file_path(name), size_bytes)
+
+    def remove_files(self, *, but: Collection[Path] = ()) -> tuple[Leftover, ...]:
+        """Delete the scratch files here, `but` some, and tell which."""
+        leftovers = tuple(left for left in find_leftovers(self._path) if left.path not in but)
         for leftover in leftovers:
             leftover.path.unlink(missing_ok=True)
         return leftovers
@@ -73,6 +82,11 @@ class ScratchFolder:
     def close(self) -> None:
         """Give the folder free; scratch files stay. Closing twice is harmless."""
         self._lock.close()
+
+
+def scratch_path(folder: str | os.PathLike[str], name: str) -> Path:
+    """Where the scratch file called `name` lies or would lie in a folder."""
+    return Path(folder) / f"{_PREFIX}{name}{_SUFFIX}"
 
 
 def claim_scratch(folder: str | os.PathLike[str]) -> ScratchFolder:

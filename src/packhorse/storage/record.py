@@ -1,0 +1,249 @@
+"""The small file that says what a scratch file holds: which step, and which slot of each buffer.
+
+    header    how the scratch file is laid out, and whose it is; written once
+    entry 0   written in turn, each with a checksum and a rising number: a torn
+    entry 1   one is refused, and the one before it still stands
+
+In: a header and entries, as JSON. Out: after a crash, the newest entry that is whole. An entry says
+nothing of the scratch file's own durability: whoever adds it has flushed that file before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, cast
+
+from packhorse.errors import FileFormatError
+from packhorse.storage.durable import write_durably
+from packhorse.storage.extents import ALIGNMENT_BYTES, align_up
+from packhorse.storage.space import explain_failure
+
+KIND: Final = "packhorse/record"
+VERSION: Final = 1
+_HEAD: Final = struct.Struct("<8sII")  # magic, length, crc32 of what follows
+_MAGIC: Final = b"PHRECORD"
+_STATE_ROOM_BYTES: Final = 16384
+NUM_ENTRIES: Final = 2
+
+Json = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A finished step: its number, the slot of each buffer, and what the run says of itself."""
+
+    step: int
+    slots: tuple[int, ...]
+    state: Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a record file holds; `damaged` says what is wrong with entries that do not count."""
+
+    header: Json
+    entry: Entry | None
+    damaged: tuple[str, ...]
+
+
+class RecordFile:
+    """An open record file; made by `create_record` or `open_record`."""
+
+    def __init__(self, path: Path, *, header: Json, entry_bytes: int, next_number: int) -> None:
+        self._path = path
+        self._header = header
+        self._start_bytes = len(_pack_header(header, entry_bytes))
+        self._entry_bytes = entry_bytes
+        self._next_number = next_number
+        try:
+            self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise explain_failure(error, path, "open the record of the scratch file") from error
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies."""
+        return self._path
+
+    @property
+    def header(self) -> Json:
+        """What was written at the beginning."""
+        return self._header
+
+    def add(self, entry: Entry) -> None:
+        """Write an entry over the older one; blocks until it is on the disk.
+
+        Raises:
+            StorageError: the disk fails, or the entry is larger than its room; the newer of the two
+                earlier entries still stands.
+        """
+        assert self._descriptor is not None
+        body = json.dumps(
+            {
+                "number": self._next_number,
+                "step": entry.step,
+                "slots": "".join(map(str, entry.slots)),
+                "state": entry.state,
+            },
+            separators=(",", ":"),
+        ).encode()
+        block = _pack(body)
+        if len(block) > self._entry_bytes:
+            raise ValueError(f"an entry of {len(block)} bytes has room for {self._entry_bytes}")
+        place = self._start_bytes + self._next_number % NUM_ENTRIES * self._entry_bytes
+        try:
+            done = 0
+            while done < len(block):
+                done += os.pwrite(self._descriptor, block[done:], place + done)
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            raise explain_failure(error, self._path, "record a finished step") from error
+        self._next_number += 1
+
+    def close(self) -> None:
+        """Close the file and keep it. Closing twice is harmless."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def remove(self) -> None:
+        """Close the file and delete it."""
+        self.close()
+        self._path.unlink(missing_ok=True)
+
+
+def create_record(path: Path, header: Json, *, num_buffers: int) -> RecordFile:
+    """Make a record file without entries; replaces an old one. Blocks until it is on the disk.
+
+    Raises:
+        StorageError: the disk is full or unwritable.
+    """
+    entry_bytes = align_up(_STATE_ROOM_BYTES + num_buffers)
+    begin = _pack_header(header, entry_bytes)
+    write_durably(path, begin + bytes(NUM_ENTRIES * entry_bytes))
+    return RecordFile(path, header=header, entry_bytes=entry_bytes, next_number=0)
+
+
+def open_record(path: Path) -> RecordFile:
+    """Open a record file to go on after its newest entry.
+
+    Raises:
+        FileFormatError: as for `read_record`.
+    """
+    header, entry_bytes, entries, _ = _read(path)
+    newest = max((number for number, _ in entries), default=-1)
+    return RecordFile(path, header=header, entry_bytes=entry_bytes, next_number=newest + 1)
+
+
+def read_record(path: Path) -> Found:
+    """Read the header and the newest whole entry. Changes nothing.
+
+    Raises:
+        FileFormatError: it cannot be read, or its header is damaged or of a newer version.
+    """
+    header, _, entries, damaged = _read(path)
+    newest = max(entries, key=lambda pair: pair[0], default=None)
+    return Found(header=header, entry=None if newest is None else newest[1], damaged=damaged)
+
+
+def _read(path: Path) -> tuple[Json, int, list[tuple[int, Entry]], tuple[str, ...]]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise FileFormatError(
+            f"cannot read the record of the scratch file: {error.strerror}", where=str(path)
+        ) from error
+    parsed = _parse(content)
+    if parsed is None:
+        raise _damaged(path, "its header does not match its checksum")
+    if parsed.get("kind") != KIND:
+        raise _damaged(path, f"it is of kind {parsed.get('kind')!r}, not {KIND!r}")
+    version, entry_bytes, header = (parsed.get(k) for k in ("version", "entry_bytes", "header"))
+    if not isinstance(version, int) or version > VERSION:
+        raise FileFormatError(
+            f"the record of the scratch file has version {version}, this Packhorse reads up to"
+            f" {VERSION}",
+            where=str(path),
+            fix="install the version of Packhorse that wrote it, or a newer one",
+        )
+    if not isinstance(entry_bytes, int) or not isinstance(header, dict):
+        raise _damaged(path, "a key is missing or has another type")
+    header = cast("Json", header)  # JSON has no other keys than texts
+    start = len(_pack_header(header, entry_bytes))
+    entries: list[tuple[int, Entry]] = []
+    damaged: list[str] = []
+    for index in range(NUM_ENTRIES):
+        block = content[start + index * entry_bytes : start + (index + 1) * entry_bytes]
+        if not any(block[: _HEAD.size]):
+            continue  # never written
+        body = _parse(block)
+        entry = None if body is None else _read_entry(body)
+        if entry is None:
+            damaged.append(f"entry {index} of {path.name} does not match its checksum")
+        else:
+            entries.append(entry)
+    return header, entry_bytes, entries, tuple(damaged)
+
+
+def _read_entry(body: Json) -> tuple[int, Entry] | None:
+    match body:
+        case {"number": int(number), "step": int(step), "slots": str(slots), "state": state}:
+            if not isinstance(state, dict):
+                return None
+            # JSON has no other keys than texts.
+            return number, Entry(step=step, slots=tuple(map(int, slots)), state=cast("Json", state))
+        case _:
+            return None
+
+
+def _pack_header(header: Json, entry_bytes: int) -> bytes:
+    content = {"kind": KIND, "version": VERSION, "entry_bytes": entry_bytes, "header": header}
+    block = _pack(json.dumps(content, separators=(",", ":")).encode())
+    return block.ljust(align_up(len(block), ALIGNMENT_BYTES), b"\0")
+
+
+def _pack(body: bytes) -> bytes:
+    return _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
+
+
+def _parse(block: bytes) -> Json | None:
+    if len(block) < _HEAD.size:
+        return None
+    magic, length, checksum = _HEAD.unpack_from(block)
+    body = block[_HEAD.size : _HEAD.size + length]
+    if magic != _MAGIC or len(body) != length or zlib.crc32(body) != checksum:
+        return None
+    try:
+        parsed: object = json.loads(body)
+    except ValueError:
+        return None
+    return cast("Json", parsed) if isinstance(parsed, dict) else None  # keys of JSON are texts
+
+
+def _damaged(path: Path, how: str) -> FileFormatError:
+    return FileFormatError(
+        f"the record of the scratch file is damaged: {how}",
+        where=str(path),
+        fix="resume from a checkpoint; packhorse clean removes the scratch file",
+    )
+
+
+def same_header(first: Json, second: Json) -> bool:
+    """Whether two headers describe the same scratch file of the same run."""
+    return _canonical(first) == _canonical(second)
+
+
+def first_difference(first: Json, second: Json) -> str | None:
+    """The first key in which two headers differ, None when they are the same."""
+    keys: Sequence[str] = sorted({*first, *second})
+    return next((k for k in keys if _canonical(first.get(k)) != _canonical(second.get(k))), None)
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True)

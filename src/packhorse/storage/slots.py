@@ -1,0 +1,121 @@
+"""Two slots for what must survive: a write never touches the slot that the record points at.
+
+    read    the slot that was written last
+    write   not before a flush in progress is recorded; then the slot that is not recorded
+    commit  in the background: flush the file, then record which slots were written last
+
+In: names of buffers, a file's flush and a record file. Out: the slot for every read and write, and
+after a crash the newest recorded step with all of its slots untouched. Between two commits a buffer
+may be written any number of times: from the second time on in place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from packhorse.storage.record import Entry, Json, RecordFile
+
+Flush = Callable[[], None]
+
+
+class Slots:
+    """Which slot of each buffer is read and written, and what is recorded.
+
+    Reads, writes and `commit` may come from different threads; a buffer is not read while it is
+    written, and `commit` is called while nothing is written.
+
+    Args:
+        names: of the buffers that have two slots.
+        flush: brings everything that was written to the disk.
+        record: where finished steps are recorded.
+        recorded: the entry that the record holds, whose slots are read; None for a new file.
+    """
+
+    def __init__(
+        self, names: Sequence[str], *, flush: Flush, record: RecordFile, recorded: Entry | None
+    ) -> None:
+        self._names = tuple(names)
+        self._flush = flush
+        self._record = record
+        self._changed = threading.Condition()
+        self._recorded_step = None if recorded is None else recorded.step
+        begin = [0] * len(self._names) if recorded is None else list(recorded.slots)
+        if len(begin) != len(self._names):
+            raise ValueError(f"{len(begin)} slots are recorded, {len(self._names)} are there")
+        self._current = dict(zip(self._names, begin, strict=True))
+        self._durable = None if recorded is None else dict(self._current)
+        self._pending: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._current
+
+    @property
+    def recorded_step(self) -> int | None:
+        """The newest step that is on the disk, None before the first."""
+        return self._recorded_step
+
+    def slot_to_read(self, name: str) -> int:
+        """The slot that holds the newest bytes."""
+        return self._current[name]
+
+    def slot_to_write(self, name: str) -> int:
+        """The slot that a write goes to; blocks while a commit is in progress.
+
+        Raises:
+            StorageError: the last commit failed.
+        """
+        with self._changed:
+            self._wait()
+            return 0 if self._durable is None else 1 - self._durable[name]
+
+    def wrote(self, name: str, slot: int) -> None:
+        """Note that a write is complete."""
+        self._current[name] = slot
+
+    def commit(self, step: int, state: Json) -> None:
+        """Begin to make everything written so far durable as the state after `step`.
+
+        Blocks only while the last commit is still in progress.
+
+        Raises:
+            StorageError: the last commit failed.
+        """
+        with self._changed:
+            self._wait()
+            current = dict(self._current)
+            entry = Entry(step=step, slots=tuple(current[n] for n in self._names), state=state)
+            self._pending = threading.Thread(
+                target=self._commit, args=(entry, current), name="packhorse-commit", daemon=True
+            )
+            self._pending.start()
+
+    def settle(self) -> None:
+        """Block until the last commit is on the disk.
+
+        Raises:
+            StorageError: it failed; what was recorded before it still stands.
+        """
+        with self._changed:
+            self._wait()
+
+    def _wait(self) -> None:
+        self._changed.wait_for(lambda: self._pending is None)
+        if self._error is not None:
+            raise self._error
+
+    def _commit(self, entry: Entry, current: dict[str, int]) -> None:
+        error: BaseException | None = None
+        try:
+            self._flush()
+            self._record.add(entry)
+        except BaseException as caught:  # noqa: BLE001  handed to whoever waits
+            error = caught
+        with self._changed:
+            if error is None:
+                self._durable = current
+                self._recorded_step = entry.step
+            self._error = error
+            self._pending = None
+            self._changed.notify_all()

@@ -1,0 +1,165 @@
+"""The disk tier keeps finished steps: in place, with two slots, for one run."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from packhorse.errors import InputError
+from packhorse.program.buffers import Buffer, BufferId, PoolId
+from packhorse.runtime.disk import DiskTier, Keeping
+from packhorse.storage.kept_state import KeptState, find_kept, remove_kept
+from packhorse.storage.scratch_folder import find_leftovers
+
+SIZE = 8192
+PARAM, GRAD = BufferId("param/0"), BufferId("grad/0")
+BUFFERS = {
+    name: Buffer(
+        id=name,
+        size_bytes=SIZE,
+        pools={"device": PoolId("device"), "disk": PoolId("disk")},
+        home="disk" if name == PARAM else None,
+    )
+    for name in (PARAM, GRAD)
+}
+
+
+def keeping(owner: str = "run", resumed: KeptState | None = None) -> Keeping:
+    return Keeping(sizes_bytes={PARAM: SIZE}, description={"owner": owner}, resumed=resumed)
+
+
+@contextmanager
+def page(value: int) -> Generator[int]:
+    memory = mmap.mmap(-1, SIZE)
+    view = memoryview(memory).cast("B")
+    view[:] = bytes([value]) * SIZE
+    holder = (ctypes.c_char * SIZE).from_buffer(memory)
+    yield ctypes.addressof(holder)
+    del holder
+    view.release()
+
+
+def write(disk: DiskTier, buffer: BufferId, value: int) -> None:
+    with page(value) as address:
+        disk.write(buffer, address)
+
+
+def read(disk: DiskTier, buffer: BufferId) -> int:
+    with page(0) as address:
+        disk.read(buffer, address)
+        found = set(ctypes.string_at(address, SIZE))
+    assert len(found) == 1
+    return found.pop()
+
+
+def end_abruptly(disk: DiskTier) -> None:
+    """What the end of a process leaves: files as they are, no lock."""
+    disk.settle()
+    assert disk._folder is not None  # pyright: ignore[reportPrivateUsage]
+    disk._folder.close()  # pyright: ignore[reportPrivateUsage]
+
+
+def test_without_keeping_nothing_stays(tmp_path: Path) -> None:
+    with DiskTier(BUFFERS, tmp_path) as disk:
+        write(disk, PARAM, 1)
+        write(disk, GRAD, 2)
+        assert disk.size_bytes == 2 * SIZE
+        assert not disk.keeps
+        assert (read(disk, PARAM), read(disk, GRAD)) == (1, 2)
+    assert find_leftovers(tmp_path) == ()
+
+
+def test_what_changes_twice_after_a_step_leaves_the_step_alone(tmp_path: Path) -> None:
+    disk = DiskTier(BUFFERS, tmp_path, keeping())
+    assert disk.size_bytes == 3 * SIZE
+    write(disk, PARAM, 1)
+    disk.commit(1, {"seed": 7})
+    write(disk, PARAM, 2)
+    write(disk, GRAD, 9)
+    write(disk, PARAM, 3)
+    assert read(disk, PARAM) == 3
+    end_abruptly(disk)
+    (kept,), unreadable = find_kept(tmp_path)
+    assert unreadable == ()
+    assert (kept.owner, kept.entry.step, dict(kept.entry.state)) == ("run", 1, {"seed": 7})
+    with DiskTier(BUFFERS, tmp_path, keeping(resumed=kept)) as again:
+        assert again.is_reopened
+        assert again.recorded_step == 1
+        assert read(again, PARAM) == 1
+        write(again, PARAM, 4)
+        again.commit(2, {})
+        again.settle()
+    ((kept,), _) = find_kept(tmp_path)  # it stays when the process ends as it should
+    with DiskTier(BUFFERS, tmp_path, keeping(resumed=kept)) as last:
+        assert read(last, PARAM) == 4
+        last.discard()
+    assert find_leftovers(tmp_path) == ()
+
+
+def test_a_file_without_a_finished_step_goes(tmp_path: Path) -> None:
+    with DiskTier(BUFFERS, tmp_path, keeping()) as disk:
+        write(disk, PARAM, 1)
+    assert find_leftovers(tmp_path) == ()
+    end_abruptly(DiskTier(BUFFERS, tmp_path, keeping()))
+    assert len(find_leftovers(tmp_path)) == 2
+    with DiskTier(BUFFERS, tmp_path) as disk:
+        write(disk, PARAM, 1)
+    assert find_leftovers(tmp_path) == ()
+
+
+@pytest.mark.parametrize("newcomer", [None, keeping("other")])
+def test_kept_state_is_refused_to_who_does_not_resume_it(
+    tmp_path: Path, newcomer: Keeping | None
+) -> None:
+    with DiskTier(BUFFERS, tmp_path, keeping()) as disk:
+        write(disk, PARAM, 1)
+        disk.commit(5, {})
+    with pytest.raises(InputError, match="state of the run in run after step 5") as caught:
+        DiskTier(BUFFERS, tmp_path, newcomer)
+    assert "--resume" in str(caught.value)
+    assert "packhorse clean" in str(caught.value)
+    ((kept,), _) = find_kept(tmp_path)
+    remove_kept(kept)
+    DiskTier(BUFFERS, tmp_path, newcomer).close()
+
+
+def test_another_layout_gets_a_file_of_its_own_beside_the_resumed_one(tmp_path: Path) -> None:
+    with DiskTier(BUFFERS, tmp_path, keeping()) as disk:
+        write(disk, PARAM, 1)
+        disk.commit(5, {})
+    ((kept,), _) = find_kept(tmp_path)
+    alone = {PARAM: BUFFERS[PARAM]}
+    with DiskTier(alone, tmp_path, keeping(resumed=kept)) as disk:
+        assert not disk.is_reopened
+        assert kept.file.is_file()
+        write(disk, PARAM, 2)
+        disk.commit(5, {})
+        disk.settle()
+        disk.drop_resumed()
+        assert not kept.file.exists()
+    ((newer,), _) = find_kept(tmp_path)
+    assert newer.names != kept.names
+    assert newer.entry.step == 5
+
+
+def test_a_torn_record_and_a_lost_file_are_told_by_name(tmp_path: Path) -> None:
+    with DiskTier(BUFFERS, tmp_path, keeping()) as disk:
+        for step in (1, 2):
+            write(disk, PARAM, step)
+            disk.commit(step, {})
+    ((kept,), _) = find_kept(tmp_path)
+    content = bytearray(kept.record.read_bytes())
+    content[content.index(b'"step":2') + 7] ^= 1
+    kept.record.write_bytes(content)
+    ((older,), _) = find_kept(tmp_path)
+    assert older.entry.step == 1
+    assert "does not match its checksum" in older.damaged[0]
+    kept.file.unlink()
+    found, (unreadable,) = find_kept(tmp_path)
+    assert found == ()
+    assert "is missing" in unreadable.reason
