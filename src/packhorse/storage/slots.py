@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from packhorse.errors import StorageError
 from packhorse.storage.record import Entry, Json, RecordFile
 
 Flush = Callable[[], None]
@@ -46,7 +47,7 @@ class Slots:
         self._current = dict(zip(self._names, begin, strict=True))
         self._durable = None if recorded is None else dict(self._current)
         self._pending: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: StorageError | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self._current
@@ -106,16 +107,20 @@ class Slots:
             raise self._error
 
     def _commit(self, entry: Entry, current: dict[str, int]) -> None:
-        error: BaseException | None = None
+        error: StorageError | None = StorageError(
+            "finished steps are no longer recorded", fix="look at the error above; then resume"
+        )
         try:
             self._flush()
             self._record.add(entry)
-        except BaseException as caught:  # noqa: BLE001  handed to whoever waits
+            error = None
+        except StorageError as caught:
             error = caught
-        with self._changed:
-            if error is None:
-                self._durable = current
-                self._recorded_step = entry.step
-            self._error = error
-            self._pending = None
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                if error is None:
+                    self._durable = current
+                    self._recorded_step = entry.step
+                self._error = error
+                self._pending = None
+                self._changed.notify_all()
