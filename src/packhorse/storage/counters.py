@@ -24,6 +24,17 @@ class IoCounters:
     num_reads: int = 0
     num_writes: int = 0
 
+    def plus(self, other: IoCounters) -> IoCounters:
+        """Add the counts of another file."""
+        return IoCounters(
+            read_bytes=self.read_bytes + other.read_bytes,
+            written_bytes=self.written_bytes + other.written_bytes,
+            read_ns=self.read_ns + other.read_ns,
+            write_ns=self.write_ns + other.write_ns,
+            num_reads=self.num_reads + other.num_reads,
+            num_writes=self.num_writes + other.num_writes,
+        )
+
     def since(self, earlier: IoCounters) -> IoCounters:
         """Subtract an earlier snapshot of the same file."""
         return IoCounters(
