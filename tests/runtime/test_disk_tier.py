@@ -13,8 +13,9 @@ import pytest
 from packhorse.errors import InputError
 from packhorse.program.buffers import Buffer, BufferId, PoolId
 from packhorse.runtime.disk import DiskTier, Keeping
-from packhorse.storage.kept_state import KeptState, find_kept, remove_kept
+from packhorse.storage.kept_state import KeptState, find_kept, open_kept, remove_kept
 from packhorse.storage.scratch_folder import find_leftovers
+from packhorse.storage.scratch_space import Scratch, ScratchPart
 
 SIZE = 8192
 PARAM, GRAD = BufferId("param/0"), BufferId("grad/0")
@@ -161,5 +162,81 @@ def test_a_torn_record_and_a_lost_file_are_told_by_name(tmp_path: Path) -> None:
     assert "does not match its checksum" in older.damaged[0]
     kept.file.unlink()
     found, (unreadable,) = find_kept(tmp_path)
+    assert found == ()
+    assert "is missing" in unreadable.reason
+
+
+BIG = 5 * 2**20
+BIG_BUFFERS = {
+    name: Buffer(id=name, size_bytes=BIG, pools=BUFFERS[name].pools, home=BUFFERS[name].home)
+    for name in BUFFERS
+}
+
+
+def striped(*folders: Path, units: tuple[int, ...] = (2, 1)) -> Scratch:
+    return Scratch(
+        parts=tuple(
+            ScratchPart(folder=folder, units=share)
+            for folder, share in zip(folders, units, strict=True)
+        )
+    )
+
+
+def fill(disk: DiskTier, buffer: BufferId, value: int) -> None:
+    memory = ctypes.create_string_buffer(bytes([value]) * BIG, BIG)
+    disk.write(buffer, ctypes.addressof(memory))
+
+
+def look(disk: DiskTier, buffer: BufferId) -> set[int]:
+    memory = ctypes.create_string_buffer(BIG)
+    disk.read(buffer, ctypes.addressof(memory))
+    return set(memory.raw)
+
+
+def test_a_tier_over_two_folders_is_one(tmp_path: Path) -> None:
+    folders = tmp_path / "a", tmp_path / "b"
+    with DiskTier(BIG_BUFFERS, striped(*folders)) as disk:
+        fill(disk, PARAM, 1)
+        fill(disk, GRAD, 2)
+        assert (look(disk, PARAM), look(disk, GRAD)) == ({1}, {2})
+        sizes = [leftover.size_bytes for folder in folders for leftover in find_leftovers(folder)]
+        assert sum(sizes) == 2 * BIG
+        assert len(sizes) == 2
+    assert [find_leftovers(folder) for folder in folders] == [(), ()]
+
+
+def test_steps_are_kept_over_two_folders(tmp_path: Path) -> None:
+    folders = tmp_path / "a", tmp_path / "b"
+    keep = Keeping(sizes_bytes={PARAM: BIG}, description={"owner": "run"}, resumed=None)
+    with DiskTier(BIG_BUFFERS, striped(*folders), keep) as disk:
+        fill(disk, PARAM, 1)
+        disk.commit(1, {})
+        disk.settle()
+        fill(disk, PARAM, 2)
+    ((kept,), _) = find_kept(folders[0])
+    assert len(kept.parts) == 1
+    with open_kept(kept) as file:
+        assert file.size_bytes == disk.size_bytes
+    again = Keeping(sizes_bytes={PARAM: BIG}, description={"owner": "run"}, resumed=kept)
+    with DiskTier(BIG_BUFFERS, striped(*folders), again) as disk:
+        assert disk.is_reopened
+        assert look(disk, PARAM) == {1}
+    # Other shares lie elsewhere: a new file is made beside the old one.
+    with DiskTier(BIG_BUFFERS, striped(*folders, units=(1, 1)), again) as disk:
+        assert not disk.is_reopened
+        disk.drop_resumed()
+        assert not any(path.exists() for path in (kept.file, *kept.parts, kept.record))
+
+
+def test_a_missing_part_is_not_believed(tmp_path: Path) -> None:
+    folders = tmp_path / "a", tmp_path / "b"
+    keep = Keeping(sizes_bytes={PARAM: BIG}, description={"owner": "run"}, resumed=None)
+    with DiskTier(BIG_BUFFERS, striped(*folders), keep) as disk:
+        fill(disk, PARAM, 1)
+        disk.commit(1, {})
+        disk.settle()
+    ((kept,), _) = find_kept(folders[0])
+    kept.parts[0].unlink()
+    found, (unreadable,) = find_kept(folders[0])
     assert found == ()
     assert "is missing" in unreadable.reason

@@ -199,7 +199,8 @@ def test_a_space_of_two_folders_keeps_and_removes_both_parts(tmp_path: Path) -> 
             file.write_from(content, 0, len(content))
         with space.create_file("other", 5 * MIB):
             pass
-        assert space.part_sizes(5 * MIB) == {folders[0]: 3 * MIB, folders[1]: 2 * MIB}
+        assert space.folders == folders
+        assert space.stripes.sizes(5 * MIB) == (3 * MIB, 2 * MIB)
         removed = space.remove_files(but=[space.file_path("state")])
         assert len(removed) == 2
         with pytest.raises(InputError, match="in use by process"):

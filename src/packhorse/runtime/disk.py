@@ -21,15 +21,27 @@ from packhorse.errors import InputError, StorageError
 from packhorse.program.buffers import Buffer, BufferId
 from packhorse.storage.counters import IoCounters
 from packhorse.storage.extents import ExtentMap, lay_out_extents
-from packhorse.storage.kept_state import NAMES, KeptState, find_kept, refuse_kept, remove_kept
+from packhorse.storage.kept_state import (
+    NAMES,
+    KeptState,
+    describe_parts,
+    find_kept,
+    refuse_kept,
+    remove_kept,
+)
 from packhorse.storage.record import (
     Json,
     create_record,
     first_difference,
     open_record,
 )
-from packhorse.storage.scratch_file import ScratchFile
-from packhorse.storage.scratch_folder import ScratchFolder, claim_scratch
+from packhorse.storage.scratch_space import (
+    Scratch,
+    ScratchSpace,
+    StateFile,
+    claim_space,
+    make_scratch,
+)
 from packhorse.storage.slots import Slots
 
 
@@ -48,11 +60,11 @@ class Keeping:
 
 
 class DiskTier:
-    """Buffers on disk, in one file of a folder that this process holds.
+    """Buffers on disk, in one file of a folder that this process holds, or striped over several.
 
     Args:
         buffers: those with a disk pool have a place.
-        folder: the scratch folder.
+        folder: the scratch folder, or all of them and how their bytes move.
         keeping: None when the file goes with the process.
 
     Raises:
@@ -64,7 +76,7 @@ class DiskTier:
     def __init__(
         self,
         buffers: Mapping[BufferId, Buffer],
-        folder: Path | None,
+        folder: Path | Scratch | None,
         keeping: Keeping | None = None,
     ) -> None:
         sizes: dict[str, int] = {b.id: b.size_bytes for b in buffers.values() if "disk" in b.pools}
@@ -74,8 +86,8 @@ class DiskTier:
                 sizes[name] = size_bytes
                 second[_second(name)] = size_bytes
         self._extents = lay_out_extents({**sizes, **second})
-        self._folder: ScratchFolder | None = None
-        self._file: ScratchFile | None = None
+        self._folder: ScratchSpace | None = None
+        self._file: StateFile | None = None
         self._slots: Slots | None = None
         self._record = None
         self._resumed = None if keeping is None else keeping.resumed
@@ -88,7 +100,7 @@ class DiskTier:
                 f"the plan keeps {len(sizes)} buffers on disk, but no scratch folder is given",
                 fix="add a disk to the budget, for example disk=scratch",
             )
-        self._folder = claim_scratch(folder)
+        self._folder = claim_space(make_scratch(folder))
         try:
             self._open(self._folder, keeping)
         except BaseException:
@@ -114,7 +126,7 @@ class DiskTier:
 
     @property
     def path(self) -> Path | None:
-        """The scratch file, where there is one."""
+        """The scratch file, or its first part, where there is one."""
         return None if self._file is None else self._file.path
 
     @property
@@ -204,7 +216,7 @@ class DiskTier:
             self._file = None
         self._slots = None
 
-    def _open(self, folder: ScratchFolder, keeping: Keeping | None) -> None:
+    def _open(self, folder: ScratchSpace, keeping: Keeping | None) -> None:
         kept, _ = find_kept(folder.path)
         mine = None if keeping is None else keeping.resumed
         for each in kept:
@@ -217,6 +229,7 @@ class DiskTier:
         header = {
             **keeping.description,
             "file_bytes": self.size_bytes,
+            **describe_parts(folder),
             "buffers": _describe(self._extents),
         }
         if mine is not None:

@@ -8,13 +8,19 @@ nobody could tell which of its bytes belong together.
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from packhorse.errors import FileFormatError, InputError
+from packhorse.storage.extents import ALIGNMENT_BYTES
 from packhorse.storage.record import Entry, Json, read_record
+from packhorse.storage.scratch_file import ScratchFile, open_scratch_file
 from packhorse.storage.scratch_folder import scratch_path
+from packhorse.storage.scratch_space import ScratchSpace, StateFile
+from packhorse.storage.striped_file import StripedFile
+from packhorse.storage.stripes import Stripes
 
 NAMES: Final = (("state", "record"), ("state-2", "record-2"))
 """Two pairs of files, so that a new one can be filled from an old one."""
@@ -24,11 +30,13 @@ NAMES: Final = (("state", "record"), ("state-2", "record-2"))
 class KeptState:
     """The state after a finished step: its file, the record beside it and what that says.
 
+    `parts` are the parts of the file in other folders that it is striped over.
     `damaged` names newer entries of the record that do not count.
     """
 
     names: tuple[str, str]
     file: Path
+    parts: tuple[Path, ...]
     record: Path
     header: Json
     entry: Entry
@@ -42,7 +50,7 @@ class KeptState:
     @property
     def size_bytes(self) -> int:
         """What its files take."""
-        return self.file.stat().st_size + self.record.stat().st_size
+        return sum(path.stat().st_size for path in (self.file, *self.parts, self.record))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,17 +76,17 @@ def find_kept(
         except FileFormatError as error:
             unreadable.append(Unreadable(path=record, reason=error.what))
             continue
-        size_bytes = file.stat().st_size if file.is_file() else None
-        if size_bytes != read.header.get("file_bytes"):
-            has = "is missing" if size_bytes is None else f"has {size_bytes} bytes"
-            unreadable.append(
-                Unreadable(path=record, reason=f"the file it speaks of, {file.name}, {has}")
-            )
+        stripes, folders = _read_parts(read.header)
+        files = (file, *(scratch_path(other, names[0]) for other in folders))
+        wrong = _find_wrong(files, stripes.sizes(_file_bytes(read.header)))
+        if wrong is not None:
+            unreadable.append(Unreadable(path=record, reason=wrong))
         elif read.entry is not None:
             found.append(
                 KeptState(
                     names=names,
                     file=file,
+                    parts=files[1:],
                     record=record,
                     header=read.header,
                     entry=read.entry,
@@ -94,7 +102,62 @@ def find_kept(
 def remove_kept(kept: KeptState) -> None:
     """Delete kept state; the record goes first, so that half of it is never believed."""
     kept.record.unlink(missing_ok=True)
-    kept.file.unlink(missing_ok=True)
+    for file in (kept.file, *kept.parts):
+        file.unlink(missing_ok=True)
+
+
+def describe_parts(space: ScratchSpace) -> Json:
+    """What the header says of a file that is striped over several folders; nothing of one."""
+    if len(space.stripes.units) == 1:
+        return {}
+    return {
+        "units": list(space.stripes.units),
+        "folders": [str(folder.absolute()) for folder in space.folders[1:]],
+    }
+
+
+def open_kept(kept: KeptState) -> StateFile:
+    """Open the file of kept state, with all its parts, as it was made.
+
+    Raises:
+        StorageError: a part is gone or has another size.
+    """
+    stripes, _ = _read_parts(kept.header)
+    size_bytes = _file_bytes(kept.header)
+    with ExitStack() as undo:
+        files: list[ScratchFile] = []
+        sizes = stripes.sizes(size_bytes)
+        for path, part_bytes in zip((kept.file, *kept.parts), sizes, strict=True):
+            files.append(undo.enter_context(open_scratch_file(path, part_bytes)))
+        undo.pop_all()
+    if len(files) == 1:
+        return files[0]
+    threads = [1] * len(files)
+    return StripedFile(files, stripes=stripes, num_threads=threads, size_bytes=size_bytes)
+
+
+def _read_parts(header: Json) -> tuple[Stripes, tuple[str, ...]]:
+    units, folders = header.get("units"), header.get("folders")
+    if not isinstance(units, list) or not isinstance(folders, list):
+        return Stripes(units=(1,)), ()
+    # What `describe_parts` wrote, under the header's checksum.
+    shares, others = cast("list[int]", units), cast("list[str]", folders)
+    return Stripes(units=tuple(shares)), tuple(others)
+
+
+def _file_bytes(header: Json) -> int:
+    size_bytes = header.get("file_bytes")
+    return size_bytes if isinstance(size_bytes, int) else 0
+
+
+def _find_wrong(files: tuple[Path, ...], sizes: tuple[int, ...]) -> str | None:
+    """Say which part is not what the record speaks of, None when all are."""
+    for file, size_bytes in zip(files, sizes, strict=True):
+        found = file.stat().st_size if file.is_file() else None
+        if found != max(size_bytes, ALIGNMENT_BYTES):
+            has = "is missing" if found is None else f"has {found} bytes"
+            return f"the file it speaks of, {file.name}, {has}"
+    return None
 
 
 def refuse_kept(kept: KeptState, folder: str | os.PathLike[str]) -> InputError:

@@ -89,10 +89,15 @@ class ScratchSpace:
         """Where the file called `name` lies, or its part in the first folder."""
         return self._folders[0].file_path(name)
 
-    def part_sizes(self, size_bytes: int) -> dict[Path, int]:
-        """How much of a file of `size_bytes` each folder takes."""
-        sizes = self._scratch.stripes.sizes(size_bytes)
-        return {folder.path: size for folder, size in zip(self._folders, sizes, strict=True)}
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """All folders."""
+        return tuple(folder.path for folder in self._folders)
+
+    @property
+    def stripes(self) -> Stripes:
+        """How files are dealt out to the folders."""
+        return self._scratch.stripes
 
     def create_file(self, name: str, size_bytes: int) -> StateFile:
         """Make the preallocated file `name`; replaces a leftover of that name.
