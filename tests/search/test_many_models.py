@@ -9,9 +9,6 @@ import pytest
 from packhorse.compiler.lower import lower_plan
 from packhorse.plan.files import format_plan, parse_plan
 from packhorse.plan.identity import check_plan
-from packhorse.plan.pins import Pins
-from packhorse.search.settings import choose_chunk_bytes
-from packhorse.units import GIB, MIB
 from packhorse.verifier.rules import verify_program
 from tests.search.toy_search import (
     ADAMW,
@@ -63,14 +60,3 @@ def test_every_plan_fits_and_is_proved(seed):
     check_plan(plan, model)
     for kind in ("train_step", "evaluate", "load", "save"):
         verify_program(lower_plan(plan, model, kind), model)
-
-
-def test_chunk_lengths_follow_the_model():
-    small = make_candidates()[0].model
-    assert choose_chunk_bytes(small, Pins()) == (2 * MIB,)
-    assert choose_chunk_bytes(small, Pins(chunk_bytes=4096)) == (4096,)
-    large = make_candidates(num_layers=30, hidden=2048, vocabulary=50_000)[0].model
-    long, short = choose_chunk_bytes(large, Pins())
-    assert long == 4 * short
-    assert long <= GIB
-    assert long % (2 * MIB) == short % (2 * MIB) == 0

@@ -7,12 +7,10 @@ every heap mode and a few chunk lengths, unless they are pinned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 from packhorse.errors import RecipeError
-from packhorse.model.spec import Model
-from packhorse.plan.pins import Pins
 from packhorse.plan.spec import HeapMode
+from packhorse.search.lengths import Lengths
 from packhorse.search.space import (
     STATES,
     Candidate,
@@ -21,14 +19,6 @@ from packhorse.search.space import (
     find_away_tiers,
     make_setting,
 )
-from packhorse.units import GIB, MIB
-
-# Chunks of about these shares of the parameters: long ones move with less latency, short ones
-# leave less of the budget unused.
-CHUNK_SHARES: Final = (16, 64)
-LEAST_CHUNK_BYTES: Final = 2 * MIB
-MOST_CHUNK_BYTES: Final = GIB
-STATE_ITEM_BYTES: Final = 4
 
 
 def list_settings(problem: Problem, candidates: Sequence[Candidate]) -> tuple[Setting, ...]:
@@ -44,27 +34,13 @@ def list_settings(problem: Problem, candidates: Sequence[Candidate]) -> tuple[Se
     heaps: tuple[HeapMode, ...] = ("keep", "map")
     if problem.pins.heap is not None:
         heaps = (problem.pins.heap,)
+    lengths = Lengths(problem)
     return tuple(
         make_setting(problem, candidate, heap=heap, chunk_bytes=chunk_bytes)
-        for candidate in usable
+        for candidate, chosen in [(each, lengths.choose(each)) for each in usable]
         for heap in heaps
-        for chunk_bytes in choose_chunk_bytes(candidate.model, problem.pins)
+        for chunk_bytes in chosen
     )
-
-
-def choose_chunk_bytes(model: Model, pins: Pins) -> tuple[int, ...]:
-    """The chunk lengths to try, in bytes of one float32 state, longest first."""
-    if pins.chunk_bytes is not None:
-        return (pins.chunk_bytes,)
-    total = model.num_parameters * STATE_ITEM_BYTES
-    sizes: list[int] = []
-    for share in CHUNK_SHARES:
-        size = LEAST_CHUNK_BYTES
-        while size < min(total // share, MOST_CHUNK_BYTES):
-            size *= 2
-        if size not in sizes:
-            sizes.append(size)
-    return tuple(sizes)
 
 
 def _filter(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
