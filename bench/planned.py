@@ -30,7 +30,9 @@ from packhorse.plan.spec import (
     HeapMode,
     Numerics,
     OptimizerPlan,
+    Order,
     Plan,
+    TiedSum,
 )
 from packhorse.program.buffers import TierName
 from packhorse.program.program import Program, ProgramKind
@@ -49,9 +51,13 @@ class Ways:
     parameters: Sequence[TierName] = ("device",)
     gradients: Sequence[TierName] = ("device",)
     optimizer: Sequence[TierName] = ("device",)
+    update: Sequence[TierName] = ("device",)
+    stride: int = 0
     activations: Sequence[ActivationChoice] = ("keep",)
     heap: HeapMode = "keep"
     chunk_bytes: int = 16 * KIB
+    order: Order = "depth_first"
+    tied_sum: TiedSum = "per_microbatch"
 
 
 RESIDENT: Final = Ways()
@@ -115,13 +121,15 @@ def make_plan(
 ) -> Plan:
     """Write down a plan without a search."""
     chunks = pack_chunks(model, ways.chunk_bytes)
-    tiers = zip(cycle(ways.parameters), cycle(ways.gradients), cycle(ways.optimizer))
+    tiers = zip(
+        cycle(ways.parameters), cycle(ways.gradients), cycle(ways.optimizer), cycle(ways.update)
+    )
     return Plan(
         model=model.fingerprint,
         model_name=model.name,
         machine="any",
         length=model.length,
-        budget_bytes={"device": 1 << 34, "disk": 1 << 34},
+        budget_bytes=dict.fromkeys(("device", "host", "disk"), 1 << 34),
         base_bytes=0,
         numerics=Numerics(
             microbatch_rows=_choose(model.rows),
@@ -129,7 +137,7 @@ def make_plan(
             num_workers=1,
             compute_dtype=compute_dtype,
             loss_chunk_tokens=_choose(None),
-            tied_sum="per_microbatch",
+            tied_sum=ways.tied_sum,
             attention="causal",
             num_threads=1,
             device="cpu",
@@ -151,8 +159,9 @@ def make_plan(
                 parameters=_choose(parameters),
                 gradients=_choose(gradients),
                 optimizer=_choose(states),
+                update=_choose(update),
             )
-            for chunk, (parameters, gradients, states) in zip(chunks, tiers, strict=False)
+            for chunk, (parameters, gradients, states, update) in zip(chunks, tiers, strict=False)
         ),
         blocks=tuple(
             BlockPlan(name=block.name, activations=_choose(choice))
@@ -160,6 +169,8 @@ def make_plan(
         ),
         pins=(),
         prediction=None,
+        order=_choose(ways.order),
+        stride=_choose(ways.stride),
     )
 
 

@@ -86,8 +86,10 @@ class StepReplay:
                 self._touch((), task.writes, 0)
             case GradNorm():
                 self._touch(task.reads, task.writes, 0)
-            case Forward() | Recompute() | SegmentNorm() | Update():
+            case Forward() | Recompute() | SegmentNorm():
                 self._touch(task.reads, task.writes, task.workspace_bytes)
+            case Update():
+                self._touch(task.reads, task.writes, task.workspace_bytes, task.where)
             case Backward():
                 self._touch(task.reads, task.writes, task.workspace_bytes)
                 self._sum(task)
@@ -127,15 +129,17 @@ class StepReplay:
     def grads_of(self, chunk: Chunk):
         return self.sums[f"grad/{chunk.id}"]
 
-    def _touch(self, reads, writes, workspace_bytes):
+    def _touch(self, reads, writes, workspace_bytes, tier="device"):
         assert len(set(reads)) == len(reads)
         assert len(set(writes)) == len(writes)
         for name in reads:
-            self._read(name, "device")
+            self._read(name, tier)
         for name in writes:
-            assert name in reads or not self._exists(name)
+            # A state with a home may be made anew while an older copy waits there.
+            made_anew = self.program.buffers[name].home not in (None, tier)
+            assert name in reads or made_anew or not self._exists(name)
             self.newest[name] = self.newest.get(name, 0) + 1
-            self._place(name, "device")
+            self._place(name, tier)
         self._note_peak(workspace_bytes)
 
     def _exists(self, name):

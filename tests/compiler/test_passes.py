@@ -7,7 +7,7 @@ from models import make_model, make_plan
 
 from packhorse.compiler.layout import lay_out_chunks
 from packhorse.compiler.lower import lower_plan
-from packhorse.compiler.passes.updates import add_updates
+from packhorse.compiler.passes.updates import add_updates, place_updates
 from packhorse.program.buffers import ChunkId, state_id
 from packhorse.program.tasks import Backward, Copy, Free, SegmentNorm, Task, Update
 
@@ -95,7 +95,7 @@ def test_without_clipping_an_update_waits_for_the_last_reader_of_its_parameters(
             workspace_bytes=0,
         ),
     ]
-    made = add_updates(tasks, layout, plan.optimizer)
+    made = add_updates(tasks, layout, plan.optimizer, place_updates(plan))
     names = [
         (type(task).__name__, getattr(task, "chunk", None))
         for task in made

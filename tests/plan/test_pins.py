@@ -47,6 +47,14 @@ def test_tiers_by_pattern_first_fit_wins():
     assert pins.names == ("parameters", "optimizer")
 
 
+def test_where_chunks_are_updated():
+    pins = read_pins({"update": {"embed.*": "device", "*": "host"}, "stride": 0})
+    assert pins.tier_of("update", pieces("embed.weight")) == "device"
+    assert pins.tier_of("update", pieces("layers.1.proj.weight")) == "host"
+    assert pins.stride == 0
+    assert pins.names == ("update", "stride")
+
+
 def test_scalars_and_numerics():
     pins = read_pins(
         {
@@ -74,6 +82,8 @@ def test_scalars_and_numerics():
         ({"heap": "keeep"}, ["'keeep'", "keep, map"]),
         ({"optimizer": "dsk"}, ["'dsk'", "device, host, disk"]),
         ({"optimizer": {"a.*": "ram"}}, ["optimizer.a.*", "'ram'"]),
+        ({"update": "disk"}, ["update is pinned to 'disk'", "one of device, host"]),
+        ({"stride": -1}, ["stride is pinned to -1", "at least 0"]),
         ({"recompute": "some"}, ["'some'", "list of block names"]),
         ({"recompute": [1]}, ["recompute is pinned to 1"]),
         ({"microbatch_rows": 0}, ["0", "at least 1"]),

@@ -85,6 +85,7 @@ def plans():
                 parameters=choices(TIER),
                 gradients=choices(TIER),
                 optimizer=choices(TIER),
+                update=choices(st.sampled_from(["device", "host"])),
             ),
             max_size=3,
         ).map(tuple),
@@ -107,6 +108,7 @@ def plans():
             bottleneck=TEXT,
         ),
         scratch=st.none() | TEXT,
+        stride=choices(st.integers(0, 9)),
     )
 
 
@@ -230,3 +232,25 @@ def test_a_piece_planned_twice_is_named():
     with pytest.raises(MismatchError) as caught:
         check_plan(twice, model)
     assert "not planned once" in str(caught.value)
+
+
+def test_a_plan_from_before_updates_had_a_place_updates_in_the_device():
+    content = json.loads(toy_text())
+    del content["stride"]
+    for chunk in content["chunks"]:
+        del chunk["update"]
+    plan = parse_plan(json.dumps(content))
+    assert set(plan.update_tiers) == {"device"}
+
+
+def test_every_kth_of_the_chunks_that_may_be_in_the_host_visits_the_device():
+    def tiers(stride, update):
+        plan = make_plan(make_model(num_layers=6), update=update, stride=stride)
+        return "".join(tier[0] for tier in plan.update_tiers)
+
+    num_chunks = len(make_plan(make_model(num_layers=6)).chunks)
+    assert tiers(0, "host") == "h" * num_chunks
+    assert tiers(1, "host") == "d" * num_chunks
+    assert tiers(3, "host") == ("hhd" * num_chunks)[:num_chunks]
+    assert tiers(2, ["device", "host"]) == ("dhdd" * num_chunks)[:num_chunks]
+    assert tiers(4, "device") == "d" * num_chunks

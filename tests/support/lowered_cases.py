@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from models import make_model, make_plan
 
-TIERS = st.lists(st.sampled_from(["device", "disk"]), min_size=1, max_size=4)
+TIERS = st.lists(st.sampled_from(["device", "host", "disk"]), min_size=1, max_size=4)
 FROZEN = ((), ("embed",), ("embed", "layers.1"), ("layers",), ("head", "layers.2"), ("shared",))
 
 
@@ -42,6 +42,8 @@ def cases(draw):
         parameters=draw(TIERS),
         gradients=draw(TIERS),
         optimizer=draw(TIERS),
+        update=draw(st.lists(st.sampled_from(["device", "host"]), min_size=1, max_size=3)),
+        stride=draw(st.integers(0, 4)),
         activations=draw(st.lists(st.sampled_from(["keep", "recompute"]), min_size=1, max_size=3)),
         num_microbatches=draw(st.integers(1, 3)),
         compute_dtype="bfloat16" if master else "float32",

@@ -32,7 +32,9 @@ from packhorse.plan.spec import (
     HeapMode,
     Numerics,
     OptimizerPlan,
+    Order,
     Plan,
+    TiedSum,
 )
 from packhorse.program.buffers import TierName
 
@@ -243,6 +245,8 @@ def make_plan(
     parameters: TierName | Sequence[TierName] = "device",
     gradients: TierName | Sequence[TierName] = "device",
     optimizer: TierName | Sequence[TierName] = "device",
+    update: TierName | Sequence[TierName] = "device",
+    stride: int = 0,
     activations: ActivationChoice | Sequence[ActivationChoice] = "keep",
     num_microbatches: int = 1,
     compute_dtype: str = "float32",
@@ -252,6 +256,8 @@ def make_plan(
     budget_bytes: Mapping[TierName, int] | None = None,
     base_bytes: int = 0,
     heap_slack: float = 0.0,
+    order: Order = "depth_first",
+    tied_sum: TiedSum = "per_microbatch",
 ) -> Plan:
     """Fit a plan to a model; a sequence of tiers or activations is repeated over the chunks.
 
@@ -264,7 +270,7 @@ def make_plan(
         model_name=model.name,
         machine="toy",
         length=model.length,
-        budget_bytes=budget_bytes or {"device": 1 << 40, "disk": 1 << 40},
+        budget_bytes=budget_bytes or dict.fromkeys(("device", "host", "disk"), 1 << 40),
         base_bytes=base_bytes,
         numerics=Numerics(
             microbatch_rows=_choice(model.rows),
@@ -272,7 +278,7 @@ def make_plan(
             num_workers=1,
             compute_dtype=compute_dtype,
             loss_chunk_tokens=_choice(None),
-            tied_sum="per_microbatch",
+            tied_sum=tied_sum,
             attention="causal",
             num_threads=1,
             device="cpu",
@@ -294,6 +300,7 @@ def make_plan(
                 parameters=_choice(_turn(parameters, index)),
                 gradients=_choice(_turn(gradients, index)),
                 optimizer=_choice(_turn(optimizer, index)),
+                update=_choice(_turn(update, index)),
             )
             for index, chunk in enumerate(chunks)
         ),
@@ -303,6 +310,8 @@ def make_plan(
         ),
         pins=(),
         prediction=None,
+        order=_choice(order),
+        stride=_choice(stride),
     )
 
 

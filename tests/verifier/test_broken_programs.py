@@ -47,6 +47,14 @@ PLAN = make_plan(
     num_microbatches=2,
 )
 STEP = lower_plan(PLAN, MODEL, "train_step")
+HOSTED = lower_plan(
+    make_plan(MODEL, optimizer="host", update="host", stride=3), MODEL, "train_step"
+)
+HOSTED_AT_HOME = lower_plan(
+    make_plan(MODEL, parameters="host", optimizer="host", update="host", stride=3),
+    MODEL,
+    "train_step",
+)
 EVALUATION = lower_plan(PLAN, MODEL, "evaluate")
 LOAD = lower_plan(PLAN, MODEL, "load")
 SAVE = lower_plan(PLAN, MODEL, "save")
@@ -54,7 +62,7 @@ FROZEN_MODEL = make_model(frozen=("embed", "layers.1"))
 FROZEN = lower_plan(make_plan(FROZEN_MODEL), FROZEN_MODEL, "train_step")
 
 
-@pytest.mark.parametrize("program", [STEP, EVALUATION, LOAD, SAVE])
+@pytest.mark.parametrize("program", [STEP, HOSTED, HOSTED_AT_HOME, EVALUATION, LOAD, SAVE])
 def test_the_unbroken_program_passes(program: Program) -> None:
     verify_program(program, MODEL)
     verify_program(program)
@@ -104,7 +112,41 @@ def test_pools_must_fit_their_tiers() -> None:
     reject(replace(STEP, pools=twice), None, "declared", "disk", "twice")
 
 
+def test_an_update_happens_in_memory() -> None:
+    reject(change(HOSTED, "UPD chunk=1", where="disk"), MODEL, "declared", "where nothing computes")
+
+
 # present
+
+
+def test_an_update_in_the_host_needs_the_norm_and_the_gradient_there() -> None:
+    program = drop(HOSTED, "CP norm device>host")
+    reject(program, MODEL, "present", "reads norm in the host tier", "lies in device (newest)")
+    program = drop(HOSTED, "CP grad/1 device>host")
+    reject(program, MODEL, "fresh", "frees the only newest copy of grad/1", "still reads it")
+    program = drop(HOSTED, "FREE norm host")
+    reject(program, MODEL, "steady", "norm", "left in the host tier")
+
+
+def test_what_the_host_made_comes_home_to_the_device() -> None:
+    program = drop(HOSTED, "CP param/1 host>device")
+    reject(program, MODEL, "fresh", "frees the only newest copy of param/1")
+
+
+def test_a_step_that_ends_before_the_last_states_came_back_is_rejected() -> None:
+    """The chunk that visits the device last must be written back within the step."""
+    last = max(
+        index
+        for index, task in enumerate(HOSTED.tasks)
+        if isinstance(task, Update) and task.where == "device"
+    )
+    task = HOSTED.tasks[last]
+    assert isinstance(task, Update)
+    for state in ("param", "exp_avg", "exp_avg_sq"):
+        program = HOSTED_AT_HOME
+        words = f"{state}/{task.chunk}"
+        broken = drop(drop(program, f"CP {words} device>host"), f"FREE {words} device", -1)
+        reject(broken, MODEL, "steady", words, "stale at the end")
 
 
 def test_a_read_of_an_absent_buffer_is_rejected() -> None:

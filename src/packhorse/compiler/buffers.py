@@ -8,10 +8,15 @@ they take their place in every program.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Final
 
-from packhorse.compiler.passes.updates import updated_states
+from packhorse.compiler.passes.updates import (
+    place_updates,
+    takes_norm_to_host,
+    updated_states,
+)
 from packhorse.errors import DoesNotFitError
 from packhorse.model.spec import ITEM_BYTES, Model
 from packhorse.plan.spec import ChunkPlan, Plan
@@ -54,14 +59,15 @@ def heap_pool(plan: Plan) -> PoolId:
 def name_states(plan: Plan, layout: Layout) -> Mapping[BufferId, Buffer]:
     """Name every state that has a home: chunk by chunk, parameters first."""
     found: dict[BufferId, Buffer] = {}
-    for chunk, planned in zip(layout.chunks, plan.chunks, strict=True):
+    tiers = plan.update_tiers
+    for chunk, planned, updated in zip(layout.chunks, plan.chunks, tiers, strict=True):
         states = updated_states(plan.optimizer) if chunk.trainable else ("param",)
         for state in states:
             home = planned.parameters.value if state == "param" else planned.optimizer.value
             buffer = Buffer(
                 id=state_id(state, chunk.id),
                 size_bytes=_state_bytes(layout, state, chunk),
-                pools=_pools(plan, home),
+                pools=_pools(plan, home, updated),
                 home=home,
             )
             found[buffer.id] = buffer
@@ -86,7 +92,16 @@ def name_buffers(
     return {**name_states(plan, layout), **named}
 
 
-def size_pools(plan: Plan, heap_bytes: int) -> tuple[Pool, ...]:
+def find_rests(plan: Plan, layout: Layout) -> Mapping[BufferId, TierName]:
+    """The tier where each gradient waits between its uses; states with a home wait there."""
+    return {
+        state_id("grad", chunk.id): planned.gradients.value
+        for chunk, planned in zip(layout.chunks, plan.chunks, strict=True)
+        if chunk.trainable
+    }
+
+
+def size_pools(plan: Plan, heap_bytes: int, slot_bytes: int = 0) -> tuple[Pool, ...]:
     """Share the budgets out over the pools.
 
     A kept heap gets `heap_bytes`, its live peak, as capacity; its slack is set aside and chunks
@@ -124,10 +139,9 @@ def _device_pool(plan: Plan, pool: PoolId, capacity_bytes: int, *, heap_bytes: i
     return Pool(id=pool, tier="device", capacity_bytes=capacity_bytes)
 
 
-def _pools(plan: Plan, tier: TierName) -> Mapping[TierName, PoolId]:
+def _pools(plan: Plan, *tiers: TierName) -> Mapping[TierName, PoolId]:
     pools: dict[TierName, PoolId] = {"device": state_pool(plan)}
-    if tier != "device":
-        pools[tier] = PoolId(tier)
+    pools.update((tier, PoolId(tier)) for tier in tiers if tier != "device")
     return pools
 
 
@@ -136,13 +150,15 @@ def _state_bytes(layout: Layout, state: str, chunk: Chunk) -> int:
 
 
 def _gradients(plan: Plan, layout: Layout) -> Iterable[Buffer]:
-    pairs: Iterable[tuple[Chunk, ChunkPlan]] = zip(layout.chunks, plan.chunks, strict=True)
-    for chunk, planned in pairs:
+    triples: Iterable[tuple[Chunk, ChunkPlan, TierName]] = zip(
+        layout.chunks, plan.chunks, plan.update_tiers, strict=True
+    )
+    for chunk, planned, updated in triples:
         if chunk.trainable:
             yield Buffer(
                 id=state_id("grad", chunk.id),
                 size_bytes=_state_bytes(layout, "grad", chunk),
-                pools=_pools(plan, planned.gradients.value),
+                pools=_pools(plan, planned.gradients.value, updated),
                 home=None,
             )
 
@@ -155,7 +171,10 @@ def _norms(plan: Plan, layout: Layout) -> Iterable[Buffer]:
             for slot in layout.slots_of(chunk)
         )
         yield _transient(plan, norm_id(chunk.id), segments * NORM_BYTES)
-    yield _transient(plan, NORM, NORM_BYTES)
+    norm = _transient(plan, NORM, NORM_BYTES)
+    if takes_norm_to_host(plan.optimizer, place_updates(plan), layout):
+        norm = replace(norm, pools={**norm.pools, "host": PoolId("host")})
+    yield norm
 
 
 def _activations(plan: Plan, model: Model, microbatch: int) -> Iterable[Buffer]:

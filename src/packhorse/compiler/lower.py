@@ -12,14 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
-from packhorse.compiler.buffers import HEAP, heap_pool, name_buffers, name_states, size_pools
+from packhorse.compiler.buffers import (
+    HEAP,
+    find_rests,
+    heap_pool,
+    name_buffers,
+    name_states,
+    size_pools,
+)
 from packhorse.compiler.layout import lay_out_chunks
 from packhorse.compiler.matching import check_lowering
 from packhorse.compiler.passes.frees import add_frees
 from packhorse.compiler.passes.order import order_evaluation, order_train_step
 from packhorse.compiler.passes.residency import add_residency
 from packhorse.compiler.passes.states import order_load, order_save
-from packhorse.compiler.passes.updates import add_updates
+from packhorse.compiler.passes.updates import add_updates, place_updates
 from packhorse.compiler.peak import replay_peaks
 from packhorse.errors import InputError, RefusedError
 from packhorse.model.spec import Model
@@ -98,6 +105,7 @@ def _draft(
                 ),
                 layout,
                 plan.optimizer,
+                place_updates(plan),
             )
             return _place(plan, model, layout, tasks, plan.numerics.num_microbatches)
         case "evaluate":
@@ -119,7 +127,7 @@ def _place(
 ) -> _Draft:
     buffers = name_buffers(plan, model, layout, tasks, num_microbatches=num_microbatches)
     return _Draft(
-        tasks=add_frees(add_residency(tasks, buffers), buffers),
+        tasks=add_frees(add_residency(tasks, buffers, find_rests(plan, layout)), buffers),
         buffers=buffers,
         num_microbatches=num_microbatches,
     )

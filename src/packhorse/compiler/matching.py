@@ -66,6 +66,13 @@ def _check_tiers(plan: Plan, index: int, chunk: ChunkPlan) -> None:
     wanted: dict[str, TierName] = {"parameters": chunk.parameters.value}
     if chunk.trainable:
         wanted |= {"gradients": chunk.gradients.value, "optimizer": chunk.optimizer.value}
+    if plan.update_tiers[index] not in plan.budget_bytes:
+        raise RefusedError(
+            f"chunk {index} is updated in tier {plan.update_tiers[index]}, "
+            f"but the plan's budget has only {', '.join(sorted(plan.budget_bytes))}",
+            where=f"plan.chunks[{index}].update",
+            fix="grant tier host a budget, or set update: device",
+        )
     for states, tier in wanted.items():
         if tier not in plan.budget_bytes:
             raise RefusedError(

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Final, NoReturn, TypeVar, cast
 
 from packhorse.errors import FileFormatError
-from packhorse.plan.spec import Choice, Piece
+from packhorse.plan.spec import Choice, Durable, Piece
 from packhorse.units import parse_bytes
 
 BY_HAND: Final = "written by hand"
@@ -113,14 +113,21 @@ class Fields:
         value, because = self._choice(key)
         return Choice(value=self._as_word(key, value, words), because=because)
 
-    def choice_of_count(self, key: str) -> Choice[int]:
+    def choice_of_count(self, key: str, *, least: int = 1) -> Choice[int]:
         value, because = self._choice(key)
-        return Choice(value=self._as_count(key, value, 1), because=because)
+        return Choice(value=self._as_count(key, value, least), because=because)
 
     def choice_of_count_or_none(self, key: str) -> Choice[int | None]:
         value, because = self._choice(key)
         count = None if value is None else self._as_count(key, value, 1)
         return Choice(value=count, because=because)
+
+    def choice_of_count_or_off(self, key: str) -> Choice[Durable]:
+        value, because = self._choice(key)
+        # YAML reads an unquoted `off` as false.
+        if value is False or value == "off":
+            return Choice(value="off", because=because)
+        return Choice(value=self._as_count(key, value, 1), because=because)
 
     def choice_of_size(self, key: str) -> Choice[int]:
         value, because = self._choice(key)

@@ -17,13 +17,19 @@ from packhorse.machine.spec import TierName
 from packhorse.notation import NotationError, parse_notation
 from packhorse.plan.fields import Fields, as_mapping, parse_piece
 from packhorse.plan.spec import (
+    DEPTH_FIRST,
+    IN_DEVICE,
+    NO_STRIDE,
+    NOT_DURABLE,
     ActivationChoice,
     BlockPlan,
     Choice,
     ChunkPlan,
+    Durable,
     HeapMode,
     Numerics,
     OptimizerPlan,
+    Order,
     Plan,
     Prediction,
 )
@@ -33,8 +39,10 @@ from packhorse.units import format_exact_bytes
 PLAN_NAME: Final = "plan.json"
 KIND: Final = "packhorse/plan"
 VERSION: Final = 1
-Value = TypeVar("Value", int, int | None, TierName, HeapMode, ActivationChoice)
+Value = TypeVar("Value", int, int | None, TierName, HeapMode, ActivationChoice, Order, Durable)
 TIERS: Final[tuple[TierName, ...]] = ("device", "host", "disk")
+UPDATE_TIERS: Final[tuple[TierName, ...]] = ("device", "host")
+ORDERS: Final[tuple[Order, ...]] = ("depth_first", "layered")
 
 
 def format_plan(plan: Plan) -> str:
@@ -146,6 +154,9 @@ def _plan_to_json(plan: Plan) -> dict[str, object]:
         "heap": _choice(plan.heap),
         "heap_slack": plan.heap_slack,
         "chunk_bytes": _choice(plan.chunk_bytes),
+        "order": _choice(plan.order),
+        "stride": _choice(plan.stride),
+        "durable": _choice(plan.durable),
         "pins": list(plan.pins),
         "blocks": [
             {"name": block.name, "activations": _choice(block.activations)} for block in plan.blocks
@@ -158,6 +169,7 @@ def _plan_to_json(plan: Plan) -> dict[str, object]:
                 "parameters": _choice(chunk.parameters),
                 "gradients": _choice(chunk.gradients),
                 "optimizer": _choice(chunk.optimizer),
+                "update": _choice(chunk.update),
             }
             for chunk in plan.chunks
         ],
@@ -204,6 +216,9 @@ def _read_plan(fields: Fields) -> Plan:
         pins=fields.texts("pins"),
         prediction=_read_prediction(fields) if fields.has_value("prediction") else None,
         scratch=fields.text("scratch") if fields.has_value("scratch") else None,
+        order=fields.choice_of("order", ORDERS) if "order" in fields else DEPTH_FIRST,
+        stride=fields.choice_of_count("stride", least=0) if "stride" in fields else NO_STRIDE,
+        durable=fields.choice_of_count_or_off("durable") if "durable" in fields else NOT_DURABLE,
     )
 
 
@@ -244,6 +259,7 @@ def _read_chunk(fields: Fields) -> ChunkPlan:
         parameters=fields.choice_of("parameters", TIERS),
         gradients=fields.choice_of("gradients", TIERS),
         optimizer=fields.choice_of("optimizer", TIERS),
+        update=fields.choice_of("update", UPDATE_TIERS) if "update" in fields else IN_DEVICE,
     )
     fields.finish()
     return chunk

@@ -6,8 +6,12 @@ In: the recipe's `plan:` mapping. Out: `Pins`. The keys are those of plan.json:
       recompute: all | none | [block names or patterns]
       activations: recompute | keep        the same as recompute: all | none
       parameters | gradients | optimizer: device | disk | {pattern of parameter names: tier}
+      update: device | host | {pattern of parameter names: device or host}
+      stride: 3
       heap: keep | map
       chunk_bytes: 16MiB
+      order: depth_first | layered
+      durable: off | 20                    keep the state on the disk every 20 steps
       microbatch_rows: 4
       loss_chunk_tokens: 1024 | whole
       tied_sum | attention | compute_dtype | num_threads | num_workers
@@ -28,13 +32,15 @@ from packhorse.errors import RecipeError
 from packhorse.machine.spec import TierName
 from packhorse.model.spec import Model
 from packhorse.plan.fields import as_list, as_mapping
-from packhorse.plan.spec import ActivationChoice, HeapMode, Piece
+from packhorse.plan.spec import ActivationChoice, Durable, HeapMode, Order, Piece
 from packhorse.units import parse_bytes
 
 State = Literal["parameters", "gradients", "optimizer"]
+Placed = State | Literal["update"]
 Word = TypeVar("Word")
 
 TIERS: Final[tuple[TierName, ...]] = ("device", "host", "disk")
+UPDATE_TIERS: Final[tuple[TierName, ...]] = ("device", "host")
 WHOLE: Final = "whole"
 _NUMERICS: Final = (
     "microbatch_rows",
@@ -51,8 +57,12 @@ _OTHERS: Final = (
     "parameters",
     "gradients",
     "optimizer",
+    "update",
+    "stride",
     "heap",
     "chunk_bytes",
+    "order",
+    "durable",
 )
 
 
@@ -68,8 +78,12 @@ class Pins:
     parameters: tuple[tuple[str, TierName], ...] = ()
     gradients: tuple[tuple[str, TierName], ...] = ()
     optimizer: tuple[tuple[str, TierName], ...] = ()
+    update: tuple[tuple[str, TierName], ...] = ()
+    stride: int | None = None
     heap: HeapMode | None = None
     chunk_bytes: int | None = None
+    order: Order | None = None
+    durable: Durable | None = None
     microbatch_rows: int | None = None
     loss_chunk_tokens: int | Literal["whole"] | None = None
     tied_sum: Literal["per_microbatch", "per_step"] | None = None
@@ -93,8 +107,8 @@ class Pins:
             return None
         return "recompute" if any(fnmatchcase(block, p) for p in self.recompute) else "keep"
 
-    def tier_of(self, state: State, pieces: Sequence[Piece]) -> TierName | None:
-        """The tier that a state of a chunk is pinned to.
+    def tier_of(self, state: Placed, pieces: Sequence[Piece]) -> TierName | None:
+        """The tier that a state of a chunk, or its update, is pinned to.
 
         Raises:
             RecipeError: parameters that share the chunk are pinned to different tiers.
@@ -129,12 +143,12 @@ class Pins:
         for pattern in self.recompute or ():
             _check_pattern(pattern, blocks, key="recompute", noun="block")
         parameters = [str(name) for name in model.parameters]
-        for state in ("parameters", "gradients", "optimizer"):
+        for state in ("parameters", "gradients", "optimizer", "update"):
             for pattern, _ in self.tiers(state):
                 _check_pattern(pattern, parameters, key=state, noun="parameter")
 
-    def tiers(self, state: State) -> tuple[tuple[str, TierName], ...]:
-        """The (pattern, tier) pairs of a state."""
+    def tiers(self, state: Placed) -> tuple[tuple[str, TierName], ...]:
+        """The (pattern, tier) pairs of a state, or of the update."""
         match state:
             case "parameters":
                 return self.parameters
@@ -142,6 +156,8 @@ class Pins:
                 return self.gradients
             case "optimizer":
                 return self.optimizer
+            case "update":
+                return self.update
 
 
 def _is_pinned(value: object, name: str) -> bool:
@@ -161,8 +177,12 @@ def read_pins(content: Mapping[str, object]) -> Pins:
         parameters=_read_tiers(flat, "parameters"),
         gradients=_read_tiers(flat, "gradients"),
         optimizer=_read_tiers(flat, "optimizer"),
+        update=_read_tiers(flat, "update", UPDATE_TIERS),
+        stride=_read_count(flat, "stride", least=0),
         heap=_read_word(flat, "heap", ("keep", "map")),
         chunk_bytes=_read_size(flat, "chunk_bytes"),
+        order=_read_word(flat, "order", ("depth_first", "layered")),
+        durable=_read_durable(flat),
         microbatch_rows=_read_count(flat, "microbatch_rows"),
         loss_chunk_tokens=_read_loss_chunk(flat),
         tied_sum=_read_word(flat, "tied_sum", ("per_microbatch", "per_step")),
@@ -230,14 +250,16 @@ def _read_recompute(flat: Mapping[str, object]) -> tuple[str, ...] | None:
     )
 
 
-def _read_tiers(flat: Mapping[str, object], key: str) -> tuple[tuple[str, TierName], ...]:
+def _read_tiers(
+    flat: Mapping[str, object], key: str, tiers: Sequence[TierName] = TIERS
+) -> tuple[tuple[str, TierName], ...]:
     value = flat.get(key)
     if value is None:
         return ()
     by_pattern = as_mapping(value)
     if by_pattern is None:
-        return (("*", _as_word(key, value, TIERS)),)
-    return tuple((str(k), _as_word(f"{key}.{k}", v, TIERS)) for k, v in by_pattern.items())
+        return (("*", _as_word(key, value, tiers)),)
+    return tuple((str(k), _as_word(f"{key}.{k}", v, tiers)) for k, v in by_pattern.items())
 
 
 def _read_word(flat: Mapping[str, object], key: str, words: Sequence[Word]) -> Word | None:
@@ -252,13 +274,23 @@ def _as_word(key: str, value: object, words: Sequence[Word]) -> Word:
     return _refuse(key, value, "one of " + ", ".join(str(word) for word in words))
 
 
-def _read_count(flat: Mapping[str, object], key: str) -> int | None:
+def _read_count(flat: Mapping[str, object], key: str, *, least: int = 1) -> int | None:
     value = flat.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        _refuse(key, value, "a whole number of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        _refuse(key, value, f"a whole number of at least {least}")
     return value
+
+
+def _read_durable(flat: Mapping[str, object]) -> Durable | None:
+    value = flat.get("durable")
+    # YAML reads an unquoted `off` as false.
+    if value is False or value == "off":
+        return "off"
+    if isinstance(value, bool | str):
+        _refuse("durable", value, "off, or a number of steps")
+    return _read_count(flat, "durable")
 
 
 def _read_workers(flat: Mapping[str, object]) -> int | None:

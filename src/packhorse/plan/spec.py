@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Final, Generic, Literal, TypeVar
 
 from packhorse.machine.spec import TierName
 
 T = TypeVar("T")
 ActivationChoice = Literal["keep", "recompute"]
 HeapMode = Literal["keep", "map"]
+Order = Literal["depth_first", "layered"]
+Durable = int | Literal["off"]
+TiedSum = Literal["per_microbatch", "per_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,20 @@ class Choice(Generic[T]):
 
     value: T
     because: str
+
+
+DEPTH_FIRST: Final[Choice[Order]] = Choice(
+    value="depth_first", because="one micro-batch after another, where nothing else is said"
+)
+IN_DEVICE: Final[Choice[TierName]] = Choice(
+    value="device", because="in the device, where nothing else is said"
+)
+NOT_DURABLE: Final[Choice[Durable]] = Choice(
+    value="off", because="checkpoints alone are kept, where nothing else is said"
+)
+NO_STRIDE: Final[Choice[int]] = Choice(
+    value=0, because="each chunk is updated in its own tier, where nothing else is said"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +56,7 @@ class Numerics:
     num_workers: int
     compute_dtype: str
     loss_chunk_tokens: Choice[int | None]
-    tied_sum: Literal["per_microbatch", "per_step"]
+    tied_sum: TiedSum
     attention: Literal["causal", "eager", "native"]
     num_threads: int
     device: str
@@ -71,7 +88,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlan:
-    """A chunk: its pieces in order, and the tier where each of its states lies between uses."""
+    """A chunk: its pieces in order, and the tier where each of its states lies between uses.
+
+    `update` is the tier in which the optimizer changes it: `device`, or `host` where the plan's
+    stride leaves it there.
+    """
 
     pieces: tuple[Piece, ...]
     group: str
@@ -79,6 +100,7 @@ class ChunkPlan:
     parameters: Choice[TierName]
     gradients: Choice[TierName]
     optimizer: Choice[TierName]
+    update: Choice[TierName] = IN_DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +134,15 @@ class Prediction:
 class Plan:
     """Every decision for one model on one machine.
 
-    `budget_bytes` is what each tier may use; `heap_slack` is the share that a kept heap is given
-    above its live bytes; `pins` names the choices that a person fixed. `scratch` is the folder of
-    the disk tier that it was made for, None if that is unknown or elsewhere.
+    `order` is that of the micro-batches: each goes through all blocks before the next begins, or
+    all go through a block before the next block. `budget_bytes` is what each tier may use;
+    `heap_slack` is the share that a kept heap is given above its live bytes; `pins` names the
+    choices that a person fixed. `scratch` is the folder of the disk tier that it was made for, None
+    if that is unknown or elsewhere. `stride` is 0 when each chunk is updated in its own tier, 1
+    when all are in the device, else every `stride`-th of those that may be updated in the host
+    visits the device.
+    Every so many steps as `durable` says the state is kept in the scratch folder, so that a run
+    that is killed goes on from there; "off" keeps checkpoints alone.
     """
 
     model: str
@@ -133,3 +161,22 @@ class Plan:
     pins: tuple[str, ...]
     prediction: Prediction | None
     scratch: str | None = None
+    order: Choice[Order] = DEPTH_FIRST
+    stride: Choice[int] = NO_STRIDE
+    durable: Choice[Durable] = NOT_DURABLE
+
+    @property
+    def update_tiers(self) -> tuple[TierName, ...]:
+        """Where each chunk is updated: of those that may be in the host, every k-th is not.
+
+        Deep Optimizer States (Maurya et al., Middleware 2024): the states of every k-th chunk
+        visit the device while the host updates the others.
+        """
+        tiers: list[TierName] = []
+        num_hosted = 0
+        for chunk in self.chunks:
+            hosted = chunk.trainable and chunk.update.value == "host"
+            num_hosted += hosted
+            visits = self.stride.value > 0 and num_hosted % self.stride.value == 0
+            tiers.append("host" if hosted and not visits else "device")
+        return tuple(tiers)

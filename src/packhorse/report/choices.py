@@ -46,6 +46,8 @@ def fold_choices(plan: Plan) -> tuple[ChoiceGroup, ...]:
 
     chunks = dict(enumerate(plan.chunks))
     trained = {at: chunk for at, chunk in chunks.items() if chunk.trainable}
+    updates = {at: _pair(chunk.update) for at, chunk in trained.items()}
+    hosted = any(chunk.update.value == "host" for chunk in trained.values())
     blocks = {at: _pair(block.activations) for at, block in enumerate(plan.blocks)}
     return (
         _single("micro-batch", f"{rows.value} row{'s' if rows.value > 1 else ''}", rows.because),
@@ -56,6 +58,8 @@ def fold_choices(plan: Plan) -> tuple[ChoiceGroup, ...]:
         *_fold("parameters", {at: _pair(c.parameters) for at, c in chunks.items()}, name_chunks),
         *_fold("gradients", {at: _pair(c.gradients) for at, c in trained.items()}, name_chunks),
         *_fold("optimizer", {at: _pair(c.optimizer) for at, c in trained.items()}, name_chunks),
+        *(_fold("update", updates, name_chunks) if hosted else ()),
+        *([_stride(plan)] if hosted else ()),
     )
 
 
@@ -78,6 +82,13 @@ def fold_names(names: Sequence[str]) -> str:
         num_shown = sum(_length_of(*run) for run in runs[:_MOST_NAMES])
         shown.append(f"{len(names) - num_shown} more")
     return ", ".join(shown)
+
+
+def _stride(plan: Plan) -> ChoiceGroup:
+    stride = plan.stride.value
+    words = {0: "none visits the device", 1: "all visit the device"}
+    value = words.get(stride, f"1 of {stride} visits the device")
+    return _single("update stride", value, plan.stride.because)
 
 
 def _single(choice: str, value: str, because: str) -> ChoiceGroup:

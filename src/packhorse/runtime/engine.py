@@ -37,6 +37,7 @@ from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.cuda import CudaBacking
 from packhorse.runtime.memory.heap import set_heap_mode, settle_heap
 from packhorse.runtime.noise import NoiseKey
+from packhorse.runtime.payloads import Payloads
 from packhorse.runtime.tiers import ChunkTiers
 from packhorse.timeline.spec import Timeline
 
@@ -168,6 +169,7 @@ class Engine:
                 audit=audit,
             ),
             lanes=_make_lanes(programs.values(), self._device, num_threads),
+            payloads=Payloads(self._device, audit=audit),
             parameter_order=tuple(traced.model.parameters),
             audit=audit,
         )

@@ -27,12 +27,10 @@ import torch
 from torch import Tensor
 
 from packhorse.errors import AuditError, StuckError
-from packhorse.graph.liveness import storages_of
 from packhorse.optim.norm import combine_norm, count_segments, segment_squares
 from packhorse.program.audit import check_against_proof, check_same_tasks
 from packhorse.program.buffers import (
     NORM,
-    Buffer,
     BufferId,
     ChunkId,
     PoolId,
@@ -67,6 +65,7 @@ from packhorse.runtime.lanes import Lanes, LanesStuckError
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.ledger import Ledger
 from packhorse.runtime.noise import NoiseKey
+from packhorse.runtime.payloads import Payloads
 from packhorse.runtime.tiers import ChunkTiers
 from packhorse.timeline.names import kind_of, name_of
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
@@ -143,6 +142,7 @@ class Executor:
         memory: ChunkMemory,
         tiers: ChunkTiers,
         lanes: Lanes,
+        payloads: Payloads,
         parameter_order: tuple[str, ...],
         audit: bool,
     ) -> None:
@@ -154,7 +154,7 @@ class Executor:
         self._audit = audit
         self._ledger = Ledger(program.pools)
         self._chunks = chunk_table(program.layout)
-        self._payload: dict[BufferId, Payload] = {}
+        self._payloads = payloads
         # What will be there once every issued task has completed: reservations follow the order of
         # issue, while tiers and payloads change when tasks run.
         self._issued: set[Place] = set()
@@ -169,6 +169,16 @@ class Executor:
     def quiesce(self) -> None:
         """Let what runs on the lanes end and drop the rest; nothing can be run any more."""
         self._lanes.close()
+
+    def adopt(self, program: Program) -> None:
+        """Take over the states at home on the disk: their bytes lie there already."""
+        for buffer in program.buffers.values():
+            if buffer.home == "disk":
+                pool = buffer.pools["disk"]
+                self._issued.add((buffer.id, "disk"))
+                self._ledger.reserve(pool, buffer.size_bytes)
+                self._replay.reserve(pool, buffer.size_bytes)
+                self._tiers.create(buffer.id, "disk", pool)
 
     def run(self, prepared: Prepared, work: StepWork, *, rank: int = 0) -> Outcome:
         """Run every task of a program; blocks until all have completed."""
@@ -276,7 +286,7 @@ class Executor:
             if name in self._tiers:
                 self._tiers.create(name, tier, program.buffers[name].pools[tier])
             else:
-                self._payload[name] = ()
+                self._payloads.create(name, tier)
 
     def _release(self, ledger: Ledger, task: Task, program: Program) -> None:
         workspace = workspace_of(task)
@@ -301,7 +311,7 @@ class Executor:
     def _is_present(self, buffer: BufferId, tier: TierName) -> bool:
         if buffer in self._tiers:
             return self._tiers.is_present(buffer, tier)
-        return tier == "device" and buffer in self._payload
+        return self._payloads.is_present(buffer, tier)
 
     def _perform(
         self, task: Task, program: Program, work: StepWork, emitted: dict[BufferId, Tensor]
@@ -311,7 +321,7 @@ class Executor:
                 feed = work.feeds(task.microbatch)
                 for buffer in task.writes:
                     name = buffer.removeprefix("value/").rpartition("@")[0]
-                    self._keep(program.buffers[buffer], (feed[name].clone(),))
+                    self._payloads.keep(program.buffers[buffer], (feed[name].clone(),))
             case Forward():
                 visible = self._look(task.reads)
                 self._keep_all(
@@ -327,16 +337,19 @@ class Executor:
                 self._norm_segments(task, program)
             case GradNorm():
                 norm, spoilt = self._combine(task)
-                self._keep(program.buffers[NORM], (norm,))
+                self._payloads.keep(program.buffers[NORM], (norm,))
                 work.inspect(NORM, norm, spoilt)
             case Update():
                 self._update(task, work)
             case Copy():
-                self._tiers.copy(task)
+                if task.buffer in self._tiers:
+                    self._tiers.copy(task)
+                else:
+                    self._payloads.copy(program.buffers[task.buffer], task)
             case Free():
                 self._free(task, program)
             case Emit():
-                emitted[task.buffer] = self._payload[task.buffer][0].clone()
+                emitted[task.buffer] = self._payloads.get(task.buffer)[0].clone()
                 if task.buffer != NORM:
                     work.inspect(task.buffer, emitted[task.buffer], ())
             case Import():
@@ -353,52 +366,26 @@ class Executor:
         for buffer in reads:
             self._require_present(buffer)
             if buffer not in self._tiers:
-                visible[buffer] = self._payload[buffer]
+                visible[buffer] = self._payloads.get(buffer)
         return visible
 
-    def _require_present(self, buffer: BufferId) -> None:
-        if not self._is_present(buffer, "device"):
+    def _require_present(self, buffer: BufferId, tier: TierName = "device") -> None:
+        if not self._is_present(buffer, tier):
             raise AuditError(
-                f"{buffer} is read in the device tier, but it is not there",
+                f"{buffer} is read in the {tier} tier, but it is not there",
                 fix="run the program that was verified",
             )
 
     def _keep_all(self, program: Program, written: Mapping[BufferId, Payload]) -> None:
         for buffer, payload in written.items():
-            self._keep(program.buffers[buffer], payload)
-
-    def _keep(self, buffer: Buffer, payload: Payload) -> None:
-        if buffer.id not in self._payload:
-            raise AuditError(
-                f"{buffer.id} was made by a task that does not declare it",
-                fix="this is a bug in the compiler, or the program was changed by hand",
-            )
-        self._payload[buffer.id] = payload
-        if self._audit:
-            self._measure(buffer, payload)
-
-    def _measure(self, buffer: Buffer, payload: Payload) -> None:
-        others = {
-            key
-            for held, tensors in self._payload.items()
-            if held != buffer.id
-            for tensor in tensors
-            for key, _ in storages_of(tensor)
-        }
-        sizes = {key: size for tensor in payload for key, size in storages_of(tensor)}
-        held = sum(size for key, size in sizes.items() if key not in others)
-        if held != buffer.size_bytes:
-            raise AuditError(
-                f"{buffer.id} holds {held} bytes, its program declares {buffer.size_bytes}",
-                fix="trace the model and make the plan again",
-            )
+            self._payloads.keep(program.buffers[buffer], payload)
 
     def _norm_segments(self, task: SegmentNorm, program: Program) -> None:
         chunk = self._chunks[task.chunk]
         self._require_present(state_id("grad", chunk.id))
         grad = self._memory.tensor("grad", chunk)
         pieces = [grad[start:stop] for start, stop, _, _ in self._memory.pieces(chunk)]
-        self._keep(program.buffers[task.writes[0]], (segment_squares(pieces),))
+        self._payloads.keep(program.buffers[task.writes[0]], (segment_squares(pieces),))
 
     def _combine(self, task: GradNorm) -> tuple[Tensor, tuple[str, ...]]:
         """Put the segments of all chunks in the order of the parameters and combine them."""
@@ -437,7 +424,7 @@ class Executor:
         Returns:
             The first block with an output that is not finite, or None if there is none.
         """
-        self._payload.clear()
+        self._payloads.clear()
         values: dict[BufferId, Payload] = {
             value_id(name, microbatch): (tensor,) for name, tensor in feed.items()
         }
@@ -454,35 +441,19 @@ class Executor:
         return None
 
     def _update(self, task: Update, work: StepWork) -> None:
-        chunk = self._chunks[task.chunk]
+        """Update a chunk on the states that lie in the task's tier, and only on those."""
         tensors: dict[str, Tensor] = {}
-        for buffer in task.reads:
-            self._require_present(buffer)
+        for buffer in dict.fromkeys((*task.reads, *task.writes)):
+            self._require_present(buffer, task.where)
             if buffer in self._tiers:
                 state, _ = self._tiers.place_of(buffer)
-                tensors[state] = self._memory.tensor(state, chunk)
-        norm = self._payload[NORM][0] if NORM in task.reads else None
+                tensors[state] = self._tiers.tensor(buffer, task.where)
+        norm = self._payloads.get(NORM, task.where)[0] if NORM in task.reads else None
         work.update(task.chunk, tensors, norm)
 
     def _free(self, task: Free, program: Program) -> None:
+        self._require_present(task.buffer, task.tier)
         if task.buffer in self._tiers:
-            if task.tier == "device":
-                self._require_present(task.buffer)
             self._tiers.remove(program.buffers[task.buffer], task.tier)
-            return
-        self._require_present(task.buffer)
-        payload = self._payload.pop(task.buffer)
-        if self._audit:
-            self._poison(payload)
-
-    def _poison(self, payload: Payload) -> None:
-        held = {
-            key
-            for tensors in self._payload.values()
-            for tensor in tensors
-            for key, _ in storages_of(tensor)
-        }
-        for tensor in payload:
-            shared = any(key in held for key, _ in storages_of(tensor))
-            if tensor.is_floating_point() and not shared:
-                tensor.fill_(float("nan"))
+        else:
+            self._payloads.free(task.buffer, task.tier)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from threading import Lock
 
+from torch import Tensor
+
 from packhorse.errors import AuditError
 from packhorse.program.buffers import (
     Buffer,
@@ -68,6 +70,10 @@ class ChunkTiers:
     def place_of(self, buffer: BufferId) -> tuple[str, Chunk]:
         """The state and chunk behind a name."""
         return self._states[buffer]
+
+    def tensor(self, buffer: BufferId, tier: TierName) -> Tensor:
+        """A state in a tier of memory; it holds what was last written there."""
+        return self._memory[tier].tensor(*self._states[buffer])
 
     def is_present(self, buffer: BufferId, tier: TierName) -> bool:
         """Whether a tier holds a state."""

@@ -16,6 +16,8 @@ from packhorse.machine.spec import Machine, TierName
 from packhorse.model.spec import Model
 from packhorse.plan.pins import Pins, State
 from packhorse.plan.spec import (
+    IN_DEVICE,
+    NO_STRIDE,
     ActivationChoice,
     BlockPlan,
     Choice,
@@ -200,6 +202,11 @@ def build_plan(
         tier = tiers[state][index]
         return Choice(value=tier, because=reason(state, index, tier))
 
+    def choose_update(index: int) -> Choice[TierName]:
+        tier = problem.pins.tier_of("update", setting.chunks[index].pieces)
+        return IN_DEVICE if tier is None else Choice(value=tier, because="pinned")
+
+    stride = problem.pins.stride
     plan = Plan(
         model=model.fingerprint,
         model_name=model.name,
@@ -231,6 +238,7 @@ def build_plan(
                 parameters=choose_tier("parameters", index),
                 gradients=choose_tier("gradients", index),
                 optimizer=choose_tier("optimizer", index),
+                update=choose_update(index),
             )
             for index, chunk in enumerate(setting.chunks)
         ),
@@ -246,6 +254,7 @@ def build_plan(
         ),
         pins=problem.pins.names,
         prediction=None,
+        stride=NO_STRIDE if stride is None else Choice(value=stride, because="pinned"),
     )
     return plan if budget_bytes is None else replace(plan, budget_bytes=dict(budget_bytes))
 

@@ -2,7 +2,8 @@
 
 Every buffer that a task names is declared, with a pool in the tier where the task touches it; each
 pool is declared once and lies in that tier; a home is one of the buffer's tiers; workspace lies in
-a device pool; no task names a buffer twice among its reads or its writes. Every later rule relies
+a device pool; no task names a buffer twice among its reads or its writes; updates happen in tiers
+of memory. Every later rule relies
 on this one.
 """
 
@@ -13,7 +14,7 @@ from typing import Final
 from packhorse.model.spec import Model
 from packhorse.program.buffers import BufferId, PoolId, TierName
 from packhorse.program.program import Program
-from packhorse.program.tasks import reads_of, writes_of
+from packhorse.program.tasks import Update, reads_of, writes_of
 from packhorse.verifier.failures import make_error, suggest
 
 RULE: Final = "declared"
@@ -28,6 +29,9 @@ def check_declared(program: Program, model: Model | None) -> None:
         (buffer.id, tier) for buffer in program.buffers.values() for tier in buffer.pools
     }
     for index, task in enumerate(program.tasks):
+        if isinstance(task, Update) and task.where == "disk":
+            what = "happens in the disk tier, where nothing computes"
+            raise make_error(program, RULE, index, what, "update the chunk in device or host")
         for keys, verb in ((reads_of(task), "reads"), (writes_of(task), "writes")):
             if not known.issuperset(keys):
                 buffer, tier = next(key for key in keys if key not in known)

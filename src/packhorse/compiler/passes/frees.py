@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from packhorse.compiler.passes.residency import away_tier
 from packhorse.program.buffers import Buffer, BufferId
 from packhorse.program.tasks import Free, Task, reads_of, writes_of
 
@@ -18,7 +17,7 @@ def add_frees(tasks: Sequence[Task], buffers: Mapping[BufferId, Buffer]) -> tupl
     last: dict[BufferId, int] = {}
     for position, task in enumerate(tasks):
         for buffer, _ in (*reads_of(task), *writes_of(task)):
-            if buffers[buffer].home is None and away_tier(buffers[buffer]) is None:
+            if buffers[buffer].home is None and len(buffers[buffer].pools) == 1:
                 last[buffer] = position
     ending: dict[int, list[Task]] = {}
     for buffer, position in last.items():

@@ -1,13 +1,17 @@
 """Residency: what lives away from the device is brought for its uses and taken back.
 
-In: tasks and the table of buffers. Out: the same tasks with Copy and Free for every buffer that
-has a place in another tier. A buffer stays in the device between uses that are neighbours; else
-it leaves after the first and returns before the second. It is copied out only when it was
-changed since it was last copied, and a buffer without a home is dropped everywhere at its end.
+In: tasks, the table of buffers, and the tier of rest of those without a home. Out: the same tasks
+with Copy and Free for every buffer that has a place in another tier. Uses are in the device, or for
+updates in the host. A buffer stays where it is between uses in one tier that are neighbours; else
+it leaves for its tier of rest after the first and comes from there before the second. It is copied
+back only when it was changed since, and a buffer without a home is dropped everywhere at its end.
 
-Neighbours are counted in strides: a Forward, a Backward with its Recompute, and each Update after
-the last Backward are one stride; norms and updates inside the backward belong to its stride. Two
-uses are neighbours when they are in the same stride or in two that follow each other.
+Neighbours are counted in strides: Forwards of a block that follow each other (over micro-batches)
+are one stride; so are its Backwards with their Recomputes, and with the Forwards between them where
+each Backward follows its Forward; so is each Update after the last Backward. Norms and updates
+inside the backward belong to its stride. Two uses are neighbours when they are in the same stride
+or in two that follow each other. So what a block needs is brought once for all micro-batches that
+go through it together, and a gradient stays until the last of them.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from packhorse.program.buffers import Buffer, BufferId, TierName
+from packhorse.program.buffers import NORM, Buffer, BufferId, TierName
 from packhorse.program.tasks import (
     Backward,
     Copy,
@@ -32,62 +36,87 @@ from packhorse.program.tasks import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    # A task that touches a buffer in the device tier.
+    # A task that touches a buffer in a tier.
     position: int
+    tier: TierName
     changes: bool
     creates: bool
 
 
-def add_residency(tasks: Sequence[Task], buffers: Mapping[BufferId, Buffer]) -> tuple[Task, ...]:
-    """Insert the copies and frees of every buffer that may lie outside the device tier."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moves:
+    # What is inserted before and after the tasks at their positions.
+    before: dict[int, list[Task]]
+    after: dict[int, list[Task]]
+
+    def bring(self, position: int, *tasks: Task) -> None:
+        self.before.setdefault(position, []).extend(tasks)
+
+    def leave(self, position: int, *tasks: Task) -> None:
+        self.after.setdefault(position, []).extend(tasks)
+
+
+def add_residency(
+    tasks: Sequence[Task],
+    buffers: Mapping[BufferId, Buffer],
+    rests: Mapping[BufferId, TierName],
+) -> tuple[Task, ...]:
+    """Insert the copies and frees of every buffer that may lie outside the device tier.
+
+    Args:
+        rests: where a buffer without a home waits between its uses.
+    """
     strides = _number_strides(tasks)
-    before: dict[int, list[Task]] = {}
-    after: dict[int, list[Task]] = {}
+    moves = _Moves(before={}, after={})
     for buffer, uses in _find_uses(tasks, buffers).items():
-        away = away_tier(buffers[buffer])
-        if away is None:
-            continue
-        _move(buffers[buffer], away, uses, strides, before, after)
+        rest = buffers[buffer].home or rests[buffer]
+        _move(buffers[buffer], rest, uses, strides, moves)
     result: list[Task] = []
     for position, task in enumerate(tasks):
-        result += [*before.get(position, []), task, *after.get(position, [])]
+        result += [*moves.before.get(position, []), task, *moves.after.get(position, [])]
     return tuple(result)
 
 
-def away_tier(buffer: Buffer) -> TierName | None:
-    """The tier beside the device where a buffer may lie; None when it never leaves the device."""
-    return next((tier for tier in buffer.pools if tier != "device"), None)
+def moves_between_tiers(buffer: Buffer) -> bool:
+    """Whether a buffer may leave the device; this pass then takes it along and drops it."""
+    return len(buffer.pools) > 1 and buffer.id != NORM
 
 
 def _move(
-    buffer: Buffer,
-    away: TierName,
-    uses: Sequence[_Use],
-    strides: Sequence[int],
-    before: dict[int, list[Task]],
-    after: dict[int, list[Task]],
+    buffer: Buffer, rest: TierName, uses: Sequence[_Use], strides: Sequence[int], moves: _Moves
 ) -> None:
-    present = False
-    stored = buffer.home is not None
-    changed = False
+    # Between uses that are no neighbours the tier of rest holds the newest version.
+    newest: set[TierName] = set() if buffer.home is None else {rest}
+    waits = buffer.home is not None
     for index, use in enumerate(uses):
-        if not present and not use.creates:
-            before.setdefault(use.position, []).append(
-                Copy(buffer=buffer.id, source=away, target="device")
-            )
-        present = True
-        changed = changed or use.changes
-        ending = after.setdefault(use.position, [])
-        is_last = index + 1 == len(uses)
-        if not is_last and strides[uses[index + 1].position] - strides[use.position] <= 1:
+        following = uses[index + 1] if index + 1 < len(uses) else None
+        ends = following is None and buffer.home is None
+        if not use.creates and use.tier not in newest:
+            moves.bring(use.position, Copy(buffer=buffer.id, source=rest, target=use.tier))
+            newest.add(use.tier)
+            if ends and rest == "device":
+                moves.bring(use.position, Free(buffer=buffer.id, tier=rest))
+                waits = False
+        if use.changes:
+            newest = {use.tier}
+        if use.tier == rest:
+            waits = not ends
+            if ends:
+                moves.leave(use.position, Free(buffer=buffer.id, tier=rest))
             continue
-        if changed and not (is_last and buffer.home is None):
-            ending.append(Copy(buffer=buffer.id, source="device", target=away))
-            stored, changed = True, False
-        ending.append(Free(buffer=buffer.id, tier="device"))
-        present = False
-        if is_last and buffer.home is None and stored:
-            ending.append(Free(buffer=buffer.id, tier=away))
+        near = following is not None and (
+            following.tier == use.tier and strides[following.position] - strides[use.position] <= 1
+        )
+        if near:
+            continue
+        if rest not in newest and not ends:
+            moves.leave(use.position, Copy(buffer=buffer.id, source=use.tier, target=rest))
+            newest.add(rest)
+            waits = True
+        moves.leave(use.position, Free(buffer=buffer.id, tier=use.tier))
+        newest.discard(use.tier)
+        if ends and waits:
+            moves.leave(use.position, Free(buffer=buffer.id, tier=rest))
 
 
 def _find_uses(
@@ -95,15 +124,15 @@ def _find_uses(
 ) -> dict[BufferId, list[_Use]]:
     found: dict[BufferId, list[_Use]] = {}
     for position, task in enumerate(tasks):
-        read = [buffer for buffer, _ in reads_of(task)]
-        written = [buffer for buffer, _ in writes_of(task)]
-        for buffer in dict.fromkeys([*read, *written]):
-            if away_tier(buffers[buffer]) is not None:
+        read, written = reads_of(task), writes_of(task)
+        for buffer, tier in dict.fromkeys([*read, *written]):
+            if moves_between_tiers(buffers[buffer]):
                 found.setdefault(buffer, []).append(
                     _Use(
                         position=position,
-                        changes=buffer in written,
-                        creates=buffer not in read,
+                        tier=tier,
+                        changes=(buffer, tier) in written,
+                        creates=(buffer, tier) not in read,
                     )
                 )
     return found
@@ -113,19 +142,38 @@ def _number_strides(tasks: Sequence[Task]) -> list[int]:
     numbers: list[int] = []
     stride = 0
     summed = False
-    recomputed = False
+    runs = [task for task in tasks if isinstance(task, Forward | Recompute | Backward)]
+    starts = _find_starts(runs)
+    num_runs = 0
     for task in tasks:
         match task:
-            case Backward() if recomputed:
-                pass
             case Forward() | Recompute() | Backward():
-                stride += 1
+                stride += starts[num_runs]
+                num_runs += 1
             case Update() if summed:
                 stride += 1
             case GradNorm():
                 summed = True
             case _:
                 pass
-        recomputed = isinstance(task, Recompute)
         numbers.append(stride)
     return numbers
+
+
+def _find_starts(runs: Sequence[Forward | Recompute | Backward]) -> list[bool]:
+    # Which runs of a block begin a stride: all but those that go on with the block before. The
+    # Forward of a micro-batch between two Backwards of its block goes with these.
+    starts: list[bool] = []
+    backward = False
+    for index, task in enumerate(runs):
+        before = runs[index - 1] if index else None
+        following = runs[index + 1] if index + 1 < len(runs) else None
+        same = before is not None and before.block == task.block
+        between = backward and isinstance(following, Backward) and following.block == task.block
+        if isinstance(task, Forward) and not (same and between):
+            starts.append(not same or backward)
+            backward = False
+        else:
+            starts.append(not same or not backward)
+            backward = True
+    return starts

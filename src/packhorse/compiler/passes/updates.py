@@ -1,7 +1,7 @@
 """Norms and updates: what happens to a gradient chunk when its last gradient is in.
 
-In: the compute order of a training step. Out: the same with SegmentNorm, GradNorm, Update and
-the Emit of the global norm.
+In: the compute order of a training step, and the tier in which each chunk is updated. Out: the same
+with SegmentNorm, GradNorm, Update and the Emit of the global norm.
 
     clipping:   after the last Backward that writes a gradient chunk: SegmentNorm
                 at the end: GradNorm, Emit; Update of every chunk, the latest one first
@@ -9,15 +9,21 @@ the Emit of the global norm.
                 (Update waits for the last task that reads the chunk's parameters)
                 at the end: GradNorm, Emit
 
-An Update that clips scales the gradient in place, so it writes it too.
+An Update that clips scales the gradient in place, so it writes it too. Norms are made in the
+device; where chunks that clip are updated in the host, the global norm is taken there once.
+
+An Update of parameters that have a master copy makes them anew: it reads them only where they are
+there already. The residency pass brings what an Update reads to the tier where it happens, so
+updates in the host and the copies of those in the device run beside each other, each on its lane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from packhorse.plan.spec import OptimizerPlan
+from packhorse.plan.spec import OptimizerPlan, Plan
 from packhorse.program.buffers import (
     NORM,
     NORM_WORKSPACE_BYTES,
@@ -25,11 +31,14 @@ from packhorse.program.buffers import (
     Chunk,
     ChunkId,
     Layout,
+    TierName,
     norm_id,
     state_id,
 )
 from packhorse.program.tasks import (
+    Copy,
     Emit,
+    Free,
     GradNorm,
     SegmentNorm,
     Task,
@@ -42,10 +51,29 @@ from packhorse.program.tasks import (
 UPDATE_WORKSPACE_BYTES: Final = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePlace:
+    """The tier where a chunk is updated, and whether its parameters are at home there."""
+
+    tier: TierName
+    parameters_home: bool
+
+
+def place_updates(plan: Plan) -> tuple[UpdatePlace, ...]:
+    """Where each chunk is updated."""
+    return tuple(
+        UpdatePlace(tier=tier, parameters_home=chunk.parameters.value == tier)
+        for tier, chunk in zip(plan.update_tiers, plan.chunks, strict=True)
+    )
+
+
 def add_updates(
-    tasks: Sequence[Task], layout: Layout, optimizer: OptimizerPlan
+    tasks: Sequence[Task],
+    layout: Layout,
+    optimizer: OptimizerPlan,
+    places: Sequence[UpdatePlace],
 ) -> tuple[Task, ...]:
-    """Insert norms and updates for every trained chunk."""
+    """Insert norms and updates for every trained chunk; `places` are those of all chunks."""
     trained = [chunk for chunk in layout.chunks if chunk.trainable]
     writes = _last_positions([tuple(buffer for buffer, _ in writes_of(task)) for task in tasks])
     reads = _last_positions([tuple(buffer for buffer, _ in reads_of(task)) for task in tasks])
@@ -65,15 +93,32 @@ def add_updates(
             result.append(_segment_norm(chunk))
             finished.append(chunk)
             if chunk in ready:
-                result.append(_update(chunk, optimizer))
+                result.append(_update(chunk, optimizer, places))
         result += [
-            _update(chunk, optimizer) for chunk in ready if chunk not in norm_at.get(position, [])
+            _update(chunk, optimizer, places)
+            for chunk in ready
+            if chunk not in norm_at.get(position, [])
         ]
     result.append(GradNorm(reads=tuple(norm_id(chunk.id) for chunk in trained), writes=(NORM,)))
     result.append(Emit(buffer=NORM))
     if optimizer.clips:
-        result += [_update(chunk, optimizer) for chunk in reversed(finished)]
+        updates = [_update(chunk, optimizer, places) for chunk in reversed(finished)]
+        if takes_norm_to_host(optimizer, places, layout):
+            result.append(Copy(buffer=NORM, source="device", target="host"))
+            updates += [Free(buffer=NORM, tier="host"), Free(buffer=NORM, tier="device")]
+        result += updates
     return tuple(result)
+
+
+def takes_norm_to_host(
+    optimizer: OptimizerPlan, places: Sequence[UpdatePlace], layout: Layout
+) -> bool:
+    """Whether some update in the host clips; then this pass also frees the norm."""
+    return optimizer.clips and any(
+        place.tier == "host"
+        for place, chunk in zip(places, layout.chunks, strict=True)
+        if chunk.trainable
+    )
 
 
 def updated_states(optimizer: OptimizerPlan) -> tuple[str, ...]:
@@ -90,14 +135,16 @@ def _segment_norm(chunk: Chunk) -> SegmentNorm:
     )
 
 
-def _update(chunk: Chunk, optimizer: OptimizerPlan) -> Update:
+def _update(chunk: Chunk, optimizer: OptimizerPlan, places: Sequence[UpdatePlace]) -> Update:
+    place = places[chunk.id]
     states = _states(chunk.id, optimizer)
+    made_anew = optimizer.master and place.tier == "host" and not place.parameters_home
     grad = state_id("grad", chunk.id)
     norm = (NORM,) if optimizer.clips else ()
     return Update(
         chunk=chunk.id,
-        where="device",
-        reads=(*states, grad, *norm),
+        where=place.tier,
+        reads=(*(states[1:] if made_anew else states), grad, *norm),
         writes=(*states, grad) if optimizer.clips else states,
         workspace_bytes=UPDATE_WORKSPACE_BYTES,
     )

@@ -1,0 +1,115 @@
+"""What buffers hold that are no states of chunks: values, saved tensors, norms.
+
+In: buffers as tasks create, write, copy and free them. Out: their tensors by name and tier. Nothing
+is reserved here, the ledger has done that. Lanes may call at the same time. In an audit every
+payload is measured against its declared size, and what is freed is filled with NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from packhorse.errors import AuditError
+from packhorse.graph.liveness import storages_of
+from packhorse.program.buffers import Buffer, BufferId, TierName
+from packhorse.program.tasks import Copy
+
+Place = tuple[BufferId, TierName]
+
+
+class Payloads:
+    """The tensors of buffers, where they lie.
+
+    Args:
+        device: of the device tier; the host tier is this process's memory.
+        audit: measure what is kept, spoil what is freed.
+    """
+
+    def __init__(self, device: torch.device, *, audit: bool) -> None:
+        self._devices: Mapping[TierName, torch.device] = {
+            "device": device,
+            "host": torch.device("cpu"),
+        }
+        self._audit = audit
+        self._held: dict[Place, tuple[Tensor, ...]] = {}
+        self._lock = Lock()
+
+    def create(self, buffer: BufferId, tier: TierName) -> None:
+        """Make an empty place, which is written next."""
+        with self._lock:
+            self._held[buffer, tier] = ()
+
+    def is_present(self, buffer: BufferId, tier: TierName) -> bool:
+        """Whether a tier holds a buffer."""
+        return (buffer, tier) in self._held
+
+    def get(self, buffer: BufferId, tier: TierName = "device") -> tuple[Tensor, ...]:
+        """The tensors of a buffer that is present."""
+        return self._held[buffer, tier]
+
+    def keep(self, buffer: Buffer, payload: tuple[Tensor, ...], tier: TierName = "device") -> None:
+        """Write a buffer that was created.
+
+        Raises:
+            AuditError: it was not, or its bytes are not those that the program declares.
+        """
+        if not self.is_present(buffer.id, tier):
+            raise AuditError(
+                f"{buffer.id} was made by a task that does not declare it",
+                fix="this is a bug in the compiler, or the program was changed by hand",
+            )
+        with self._lock:
+            self._held[buffer.id, tier] = payload
+        if self._audit:
+            self._measure(buffer, payload, tier)
+
+    def copy(self, buffer: Buffer, task: Copy) -> None:
+        """Copy a buffer to a tier of memory; blocks until it is there.
+
+        Raises:
+            AuditError: the source does not hold it.
+        """
+        if not self.is_present(task.buffer, task.source):
+            raise AuditError(
+                f"{task.buffer} is copied from {task.source}, but it is not there",
+                fix="run the program that was verified",
+            )
+        device = self._devices[task.target]
+        source = self.get(task.buffer, task.source)
+        self.keep(buffer, tuple(tensor.to(device, copy=True) for tensor in source), task.target)
+
+    def free(self, buffer: BufferId, tier: TierName) -> None:
+        """Drop a buffer that is present."""
+        with self._lock:
+            payload = self._held.pop((buffer, tier))
+        if self._audit:
+            shared = self._storages_beside(None)
+            for tensor in payload:
+                own = not any(key in shared for key, _ in storages_of(tensor))
+                if tensor.is_floating_point() and own:
+                    tensor.fill_(float("nan"))
+
+    def clear(self) -> None:
+        """Drop everything."""
+        with self._lock:
+            self._held.clear()
+
+    def _measure(self, buffer: Buffer, payload: tuple[Tensor, ...], tier: TierName) -> None:
+        others = self._storages_beside((buffer.id, tier))
+        sizes = {key: size for tensor in payload for key, size in storages_of(tensor)}
+        held = sum(size for key, size in sizes.items() if key not in others)
+        if held != buffer.size_bytes:
+            raise AuditError(
+                f"{buffer.id} holds {held} bytes, its program declares {buffer.size_bytes}",
+                fix="trace the model and make the plan again",
+            )
+
+    def _storages_beside(self, place: Place | None) -> set[int]:
+        with self._lock:
+            payloads = [payload for held, payload in self._held.items() if held != place]
+        tensors: list[Tensor] = [tensor for payload in payloads for tensor in payload]
+        return {key for tensor in tensors for key, _ in storages_of(tensor)}
