@@ -13,7 +13,7 @@ import pytest
 from packhorse.errors import InputError
 from packhorse.program.buffers import Buffer, BufferId, PoolId
 from packhorse.runtime.disk import DiskTier, Keeping
-from packhorse.storage.kept_state import KeptState, find_kept, open_kept, remove_kept
+from packhorse.storage.kept_state import find_kept, open_kept, remove_kept
 from packhorse.storage.scratch_folder import find_leftovers
 from packhorse.storage.scratch_space import Scratch, ScratchPart
 
@@ -30,8 +30,8 @@ BUFFERS = {
 }
 
 
-def keeping(owner: str = "run", resumed: KeptState | None = None) -> Keeping:
-    return Keeping(sizes_bytes={PARAM: SIZE}, description={"owner": owner}, resumed=resumed)
+def keeping(owner: str = "run") -> Keeping:
+    return Keeping(sizes_bytes={PARAM: SIZE}, description={"owner": owner})
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def test_what_changes_twice_after_a_step_leaves_the_step_alone(tmp_path: Path) -
     (kept,), unreadable = find_kept(tmp_path)
     assert unreadable == ()
     assert (kept.owner, kept.entry.step, dict(kept.entry.state)) == ("run", 1, {"seed": 7})
-    with DiskTier(BUFFERS, tmp_path, keeping(resumed=kept)) as again:
+    with DiskTier(BUFFERS, tmp_path, keeping(), kept) as again:
         assert again.is_reopened
         assert again.recorded_step == 1
         assert read(again, PARAM) == 1
@@ -96,7 +96,7 @@ def test_what_changes_twice_after_a_step_leaves_the_step_alone(tmp_path: Path) -
         again.commit(2, {})
         again.settle()
     ((kept,), _) = find_kept(tmp_path)  # it stays when the process ends as it should
-    with DiskTier(BUFFERS, tmp_path, keeping(resumed=kept)) as last:
+    with DiskTier(BUFFERS, tmp_path, keeping(), kept) as last:
         assert read(last, PARAM) == 4
         last.discard()
     assert find_leftovers(tmp_path) == ()
@@ -135,13 +135,13 @@ def test_another_layout_gets_a_file_of_its_own_beside_the_resumed_one(tmp_path: 
         disk.commit(5, {})
     ((kept,), _) = find_kept(tmp_path)
     alone = {PARAM: BUFFERS[PARAM]}
-    with DiskTier(alone, tmp_path, keeping(resumed=kept)) as disk:
+    with DiskTier(alone, tmp_path, keeping(), kept) as disk:
         assert not disk.is_reopened
         assert kept.file.is_file()
         write(disk, PARAM, 2)
         disk.commit(5, {})
         disk.settle()
-        disk.drop_resumed()
+        remove_kept(kept)
         assert not kept.file.exists()
     ((newer,), _) = find_kept(tmp_path)
     assert newer.names != kept.names
@@ -207,7 +207,7 @@ def test_a_tier_over_two_folders_is_one(tmp_path: Path) -> None:
 
 def test_steps_are_kept_over_two_folders(tmp_path: Path) -> None:
     folders = tmp_path / "a", tmp_path / "b"
-    keep = Keeping(sizes_bytes={PARAM: BIG}, description={"owner": "run"}, resumed=None)
+    keep = Keeping(sizes_bytes={PARAM: BIG}, description={"owner": "run"})
     with DiskTier(BIG_BUFFERS, striped(*folders), keep) as disk:
         fill(disk, PARAM, 1)
         disk.commit(1, {})
@@ -217,20 +217,19 @@ def test_steps_are_kept_over_two_folders(tmp_path: Path) -> None:
     assert len(kept.parts) == 1
     with open_kept(kept) as file:
         assert file.size_bytes == disk.size_bytes
-    again = Keeping(sizes_bytes={PARAM: BIG}, description={"owner": "run"}, resumed=kept)
-    with DiskTier(BIG_BUFFERS, striped(*folders), again) as disk:
+    with DiskTier(BIG_BUFFERS, striped(*folders), keep, kept) as disk:
         assert disk.is_reopened
         assert look(disk, PARAM) == {1}
     # Other shares lie elsewhere: a new file is made beside the old one.
-    with DiskTier(BIG_BUFFERS, striped(*folders, units=(1, 1)), again) as disk:
+    with DiskTier(BIG_BUFFERS, striped(*folders, units=(1, 1)), keep, kept) as disk:
         assert not disk.is_reopened
-        disk.drop_resumed()
+        remove_kept(kept)
         assert not any(path.exists() for path in (kept.file, *kept.parts, kept.record))
 
 
 def test_a_missing_part_is_not_believed(tmp_path: Path) -> None:
     folders = tmp_path / "a", tmp_path / "b"
-    keep = Keeping(sizes_bytes={PARAM: BIG}, description={"owner": "run"}, resumed=None)
+    keep = Keeping(sizes_bytes={PARAM: BIG}, description={"owner": "run"})
     with DiskTier(BIG_BUFFERS, striped(*folders), keep) as disk:
         fill(disk, PARAM, 1)
         disk.commit(1, {})

@@ -103,6 +103,42 @@ def read_manifest(folder: Path) -> Manifest:
     return _parse(path, content)
 
 
+def run_to_json(run: RunState) -> JsonObject:
+    """Give a run's state as a JSON object; `run_from_json` reads it back."""
+    return {
+        "model": run.model,
+        "step": run.step,
+        "workers": run.workers,
+        "data_position": run.data_position,
+        "random": run.random,
+        "numerics": run.numerics,
+        "optimizer": run.optimizer,
+        "trainer": run.trainer,
+    }
+
+
+def run_from_json(content: JsonObject, *, where: Path) -> RunState:
+    """Read a run's state.
+
+    Raises:
+        FileFormatError: a key is missing or has another type.
+    """
+    match content:
+        case {"model": str(model), "step": int(step), "workers": int(workers)}:
+            return RunState(
+                model=model,
+                step=step,
+                workers=workers,
+                data_position=_object(where, content, "data_position"),
+                random=_object(where, content, "random"),
+                numerics=_object(where, content, "numerics"),
+                optimizer=_object(where, content, "optimizer"),
+                trainer=_object(where, content, "trainer"),
+            )
+        case _:
+            raise _damaged(where, "a key is missing or has another type")
+
+
 def _content(manifest: Manifest) -> dict[str, JsonValue]:
     run = manifest.run
     return {
@@ -130,24 +166,9 @@ def _checksum(content: JsonObject) -> int:
 
 def _parse(path: Path, content: JsonObject) -> Manifest:
     match content:
-        case {
-            "model": str(model),
-            "step": int(step),
-            "workers": int(workers),
-            "model_only": bool(model_only),
-            "files": list(entries),
-        }:
-            run = RunState(
-                model=model,
-                step=step,
-                workers=workers,
-                data_position=_object(path, content, "data_position"),
-                random=_object(path, content, "random"),
-                numerics=_object(path, content, "numerics"),
-                optimizer=_object(path, content, "optimizer"),
-                trainer=_object(path, content, "trainer"),
-            )
+        case {"model_only": bool(model_only), "files": list(entries)}:
             files = tuple(_parse_file(path, entry) for entry in entries)
+            run = run_from_json(content, where=path)
             return Manifest(run=run, model_only=model_only, files=files)
         case _:
             raise _damaged(path, "a key is missing or has another type")
@@ -170,5 +191,5 @@ def _object(path: Path, content: JsonObject, key: str) -> JsonObject:
 
 def _damaged(path: Path, how: str) -> FileFormatError:
     return FileFormatError(
-        f"{MANIFEST_NAME} is damaged: {how}", where=str(path), fix="take an earlier checkpoint"
+        f"{path.name} is damaged: {how}", where=str(path), fix="take an earlier checkpoint"
     )

@@ -105,14 +105,24 @@ def size_pools(plan: Plan, heap_bytes: int, slot_bytes: int = 0) -> tuple[Pool, 
     """Share the budgets out over the pools.
 
     A kept heap gets `heap_bytes`, its live peak, as capacity; its slack is set aside and chunks
-    get the rest.
+    get the rest. `slot_bytes` of the disk are set aside for slots of finished steps.
 
     Raises:
-        DoesNotFitError: nothing is left for the chunks.
+        DoesNotFitError: nothing is left for the chunks, or slots need more than the whole disk.
     """
     usable = plan.budget_bytes["device"] - plan.base_bytes
     others = [
-        Pool(id=PoolId(tier), tier=tier, capacity_bytes=capacity)
+    if slot_bytes > plan.budget_bytes.get("disk", 0):
+        raise DoesNotFitError(
+            f"tier disk needs {format_bytes(slot_bytes)} for slots of finished steps alone and has"
+            f" {format_bytes(plan.budget_bytes.get('disk', 0))}",
+            fix="grant a larger disk, or pin durable: off",
+        )
+        Pool(
+            id=PoolId(tier),
+            tier=tier,
+            capacity_bytes=capacity - slot_bytes if tier == "disk" else capacity,
+        )
         for tier, capacity in sorted(plan.budget_bytes.items())
         if tier != "device"
     ]

@@ -20,6 +20,7 @@ from packhorse.compiler.buffers import (
     name_states,
     size_pools,
 )
+from packhorse.compiler.durability import slot_bytes, states_written_behind
 from packhorse.compiler.layout import lay_out_chunks
 from packhorse.compiler.matching import check_lowering
 from packhorse.compiler.passes.frees import add_frees
@@ -74,7 +75,9 @@ def lower_plan(
         model=model.fingerprint,
         rank=0,
         num_microbatches=draft.num_microbatches,
-        pools=size_pools(plan, _heap_bytes(plan, model, layout, kind, draft)),
+        pools=size_pools(
+            plan, _heap_bytes(plan, model, layout, kind, draft), slot_bytes(plan, layout)
+        ),
         workspace_pool=heap_pool(plan),
         buffers=draft.buffers,
         layout=layout,
@@ -122,6 +125,14 @@ def _draft(
             assert_never(kind)
 
 
+        case "persist":
+            states = name_states(plan, layout)
+            behind = states_written_behind(plan, layout)
+            return _Draft(tasks=order_save(behind, states), buffers=states, num_microbatches=0)
+        case "restore":
+            states = name_states(plan, layout)
+            missing = [name for name, buffer in states.items() if buffer.home != "disk"]
+            return _Draft(tasks=order_load(missing, states), buffers=states, num_microbatches=0)
 def _place(
     plan: Plan, model: Model, layout: Layout, tasks: tuple[Task, ...], num_microbatches: int
 ) -> _Draft:

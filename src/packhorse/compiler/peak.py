@@ -6,7 +6,7 @@ nothing; a program that breaks a rule gives a number without meaning.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from packhorse.program.buffers import Buffer, BufferId, PoolId, TierName
 from packhorse.program.program import Program
@@ -19,7 +19,7 @@ def peak_of(program: Program) -> Mapping[PoolId, int]:
         program.tasks,
         program.buffers,
         workspace_pool=program.workspace_pool,
-        starts_empty=program.kind == "load",
+        finds=program.finds,
     )
     return {pool.id: peaks.get(pool.id, 0) for pool in program.pools}
 
@@ -29,19 +29,18 @@ def replay_peaks(
     buffers: Mapping[BufferId, Buffer],
     *,
     workspace_pool: PoolId,
-    starts_empty: bool = False,
+    finds: Callable[[Buffer], bool] = lambda buffer: buffer.home is not None,
 ) -> Mapping[PoolId, int]:
     """The most bytes that each pool holds while the tasks run one after another.
 
-    Buffers with a home are there at the start unless `starts_empty`.
+    Buffers that are found lie in their homes at the start.
     """
     present: set[tuple[BufferId, TierName]] = set()
     used: dict[PoolId, int] = {}
-    if not starts_empty:
-        for buffer in buffers.values():
-            if buffer.home is not None:
-                present.add((buffer.id, buffer.home))
-                _add(used, buffer, buffer.home, 1)
+    for buffer in buffers.values():
+        if buffer.home is not None and finds(buffer):
+            present.add((buffer.id, buffer.home))
+            _add(used, buffer, buffer.home, 1)
     peaks = dict(used)
     for task in tasks:
         if isinstance(task, Free):

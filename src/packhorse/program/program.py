@@ -13,7 +13,7 @@ from typing import Literal
 from packhorse.program.buffers import Buffer, BufferId, Layout, Pool, PoolId
 from packhorse.program.tasks import Task
 
-ProgramKind = Literal["train_step", "evaluate", "load", "save"]
+ProgramKind = Literal["train_step", "evaluate", "load", "save", "persist", "restore"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +21,9 @@ class Program:
     """What one rank does in a step.
 
     `kind` says what the program is for: a training step, the evaluation of one batch, filling all
-    states from outside, or handing all states out. `workspace_pool` is where tasks hold
-    workspace. `model` is the fingerprint of the model it was compiled for.
+    states from outside, handing all states out, handing out those that steps change in memory (to
+    be written behind), or filling those in memory while the rest is on the disk. `workspace_pool`
+    is where tasks hold workspace. `model` is the fingerprint of the model it was compiled for.
     """
 
     kind: ProgramKind
@@ -34,6 +35,21 @@ class Program:
     buffers: Mapping[BufferId, Buffer]
     layout: Layout
     tasks: tuple[Task, ...]
+
+    @property
+    def fills(self) -> bool:
+        """Whether it brings states from outside, so that it runs once."""
+        return self.kind in ("load", "restore")
+
+    def finds(self, buffer: Buffer) -> bool:
+        """Whether a buffer lies in its home before the first task."""
+        match self.kind:
+            case "load":
+                return False
+            case "restore":
+                return buffer.home == "disk"
+            case _:
+                return buffer.home is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,6 @@ from packhorse.storage.kept_state import (
     describe_parts,
     find_kept,
     refuse_kept,
-    remove_kept,
 )
 from packhorse.storage.record import (
     Json,
@@ -51,12 +50,11 @@ class Keeping:
 
     `sizes_bytes` names the states that steps change: those at home on the disk and those that are
     written behind. `description` says what a reader of the file must know beside the extents, its
-    `owner` among it. `resumed` is kept state that this process goes on from.
+    `owner` among it.
     """
 
     sizes_bytes: Mapping[BufferId, int]
     description: Json
-    resumed: KeptState | None
 
 
 class DiskTier:
@@ -66,6 +64,8 @@ class DiskTier:
         buffers: those with a disk pool have a place.
         folder: the scratch folder, or all of them and how their bytes move.
         keeping: None when the file goes with the process.
+        resumed: kept state that this process goes on from. It is opened in place when the file
+            would be the same, and left beside a new file otherwise.
 
     Raises:
         InputError: another live process holds the folder, or it keeps the state of a run that this
@@ -78,6 +78,7 @@ class DiskTier:
         buffers: Mapping[BufferId, Buffer],
         folder: Path | Scratch | None,
         keeping: Keeping | None = None,
+        resumed: KeptState | None = None,
     ) -> None:
         sizes: dict[str, int] = {b.id: b.size_bytes for b in buffers.values() if "disk" in b.pools}
         second: dict[str, int] = {}
@@ -90,7 +91,7 @@ class DiskTier:
         self._file: StateFile | None = None
         self._slots: Slots | None = None
         self._record = None
-        self._resumed = None if keeping is None else keeping.resumed
+        self._resumed = resumed
         self._difference: str | None = None
         self._discarded = False
         if not sizes:
@@ -185,11 +186,9 @@ class DiskTier:
         if self._slots is not None:
             self._slots.settle()
 
-    def drop_resumed(self) -> None:
-        """Remove the file that was resumed from, once its state is elsewhere."""
-        if self._resumed is not None and not self.is_reopened:
-            remove_kept(self._resumed)
-        self._resumed = None if not self.is_reopened else self._resumed
+    def has_slots(self, buffer: BufferId) -> bool:
+        """Whether a buffer is among those that are kept."""
+        return self._slots is not None and buffer in self._slots
 
     def discard(self) -> None:
         """Let the file go at the end even though it keeps a step: nobody needs it any more."""
@@ -218,13 +217,15 @@ class DiskTier:
 
     def _open(self, folder: ScratchSpace, keeping: Keeping | None) -> None:
         kept, _ = find_kept(folder.path)
-        mine = None if keeping is None else keeping.resumed
+        mine = self._resumed
         for each in kept:
             if mine is None or each.record != mine.record:
                 raise refuse_kept(each, folder.path)
         folder.remove_files(but=() if mine is None else (mine.file, mine.record))
+        used = None if mine is None else mine.names
+        names = next(names for names in NAMES if names != used)
         if keeping is None:
-            self._file = folder.create_file(NAMES[0][0], self.size_bytes)
+            self._file = folder.create_file(names[0], self.size_bytes)
             return
         header = {
             **keeping.description,
@@ -238,8 +239,6 @@ class DiskTier:
             self._file = folder.open_file(mine.names[0], self.size_bytes)
             self._record = open_record(mine.record)
         else:
-            used = None if mine is None else mine.names
-            names = next(names for names in NAMES if names != used)
             self._file = folder.create_file(names[0], self.size_bytes)
             self._record = create_record(
                 folder.file_path(names[1]), header, num_buffers=len(keeping.sizes_bytes)

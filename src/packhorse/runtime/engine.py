@@ -7,7 +7,7 @@ and states handed out again, each by running the program made for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,21 +24,22 @@ from packhorse.optim.groups import hyperparameters
 from packhorse.optim.norm import clip_coefficient
 from packhorse.optim.optimizers import Optimizer
 from packhorse.optim.update import update_shard
-from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, PoolId, TierName, value_id
-from packhorse.program.lanes import has_transfers
+from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, PoolId, value_id
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
-from packhorse.runtime.disk import DiskTier
+from packhorse.runtime.disk import DiskTier, Keeping
+from packhorse.runtime.emulation import Pace, PacedLanes
 from packhorse.runtime.executor import Executor, Outcome, StepWork, prepare_program
+from packhorse.runtime.hardware import make_lanes, make_tiers
+from packhorse.runtime.keeper import StepKeeper
 from packhorse.runtime.kept_heap import find_kept_bytes
-from packhorse.runtime.lanes import InlineLanes, Lanes, LanesStuckError, ThreadLanes
-from packhorse.runtime.memory.backing import HostBacking
-from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
-from packhorse.runtime.memory.cuda import CudaBacking
+from packhorse.runtime.lanes import LanesStuckError
+from packhorse.runtime.memory.chunks import chunk_table
 from packhorse.runtime.memory.heap import set_heap_mode, settle_heap
 from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.payloads import Payloads
 from packhorse.runtime.tiers import ChunkTiers
+from packhorse.storage.kept_state import KeptState
 from packhorse.timeline.spec import Timeline
 
 
@@ -97,9 +98,12 @@ class Engine:
         max_grad_norm: None when the plan does not clip.
         seed: of the dropout noise.
         scratch: folder of the disk tier.
+        keeping: how finished steps are kept; None: they are not.
+        resumed: kept state that this engine goes on from.
         num_threads: intra-op threads of the compute lane.
         heap: how the C heap treats large blocks.
         device: `cpu`, or a CUDA device, for which the model was traced.
+        pace: how long tasks take on the machine that is emulated; None: as long as they take.
         audit: check every task against what it declares.
 
     Raises:
@@ -120,7 +124,10 @@ class Engine:
         num_threads: int,
         heap: Literal["keep", "map"],
         device: str = "cpu",
+        pace: Pace | None = None,
         audit: bool = False,
+        keeping: Keeping | None = None,
+        resumed: KeptState | None = None,
     ) -> None:
         for kind, program in programs.items():
             if program.model != traced.model.fingerprint:
@@ -151,11 +158,13 @@ class Engine:
             for program in programs.values()
             for buffer in program.buffers.values()
         }
-        self._disk = DiskTier(buffers, scratch)
+        self._disk = DiskTier(buffers, scratch, keeping, resumed)
         self._device = torch.device(device)
         pools = programs["load"].pools
-        self._tiers = _make_tiers(self._layout, self._device, {pool.tier for pool in pools})
+        self._tiers = make_tiers(self._layout, self._device, {pool.tier for pool in pools})
         self._memory = self._tiers["device"]
+        lanes = make_lanes(programs.values(), self._device, num_threads)
+        self._paced = None if pace is None else PacedLanes(lanes, pace)
         self._executor = Executor(
             program=programs["load"],
             runner=BodyRunner(traced, self._layout, self._memory, self._device),
@@ -168,10 +177,19 @@ class Engine:
                 limits=_largest_peaks(proofs.values()),
                 audit=audit,
             ),
-            lanes=_make_lanes(programs.values(), self._device, num_threads),
+            lanes=self._paced or lanes,
             payloads=Payloads(self._device, audit=audit),
             parameter_order=tuple(traced.model.parameters),
             audit=audit,
+        )
+
+        self.keeper = StepKeeper(
+            self._disk,
+            self._memory,
+            self._chunks,
+            kinds=programs.keys(),
+            run=self._transfer,
+            adopt=lambda: self._executor.adopt(programs["load"]),
         )
 
     def __enter__(self) -> Self:
@@ -195,6 +213,11 @@ class Engine:
         """Size of the scratch file."""
         return self._disk.size_bytes
 
+    @property
+    def overrun_ns(self) -> int:
+        """By how much tasks took longer than on the emulated machine, all of them together."""
+        return 0 if self._paced is None else self._paced.overrun_ns
+
     def load(self, source: StateTransfer) -> None:
         """Fill every state, one chunk at a time.
 
@@ -202,14 +225,11 @@ class Engine:
             source: called as source(state, piece) for `param`, `master` and optimizer states; it
                 fills `piece.tensor`, which holds zeros.
         """
+        self._run("load", fill=partial(self._fill, source))
 
-        def fill(buffer: BufferId) -> None:
-            state, chunk = buffer.partition("/")[0], self._chunks[_chunk_of(buffer)]
-            self._memory.tensor(state, chunk).zero_()
-            for piece in self._pieces(state, chunk.id):
-                source(state, piece)
-
-        self._run("load", fill=fill)
+    def restore(self, source: StateTransfer) -> None:
+        """Fill every state from the reopened scratch file; frozen ones in memory from `source`."""
+        self.keeper.restore(partial(self._fill, source))
 
     def save(self, sink: StateTransfer) -> None:
         """Hand out every state, one chunk at a time; the sink must not keep the tensors."""
@@ -255,7 +275,7 @@ class Engine:
         return self._step("evaluate", feeds, step=None, update=_no_update)
 
     def close(self) -> None:
-        """Remove the scratch file and give all memory back.
+        """Give all memory back, and the scratch file, but for one that keeps a step.
 
         A lane that does not come back keeps its memory and the file: it may still write.
         """
@@ -347,6 +367,8 @@ class Engine:
                 f"this run ended with an error: {self._failed}",
                 fix="close it and begin again, or resume from a checkpoint",
             )
+        if self._paced is not None:
+            self._paced.begin(self._prepared[kind].program)
         try:
             return self._executor.run(self._prepared[kind], work)
         except BaseException as error:
@@ -380,6 +402,15 @@ class Engine:
             + (f" and {len(spoilt) - 3} more" if len(spoilt) > 3 else ""),
             fix=_FIX_NON_FINITE,
         )
+
+    def _transfer(self, kind: ProgramKind, work: Callable[[BufferId], None]) -> None:
+        self._run(kind, fill=work, drain=work)
+
+    def _fill(self, source: StateTransfer, buffer: BufferId) -> None:
+        state, chunk = buffer.partition("/")[0], self._chunks[_chunk_of(buffer)]
+        self._memory.tensor(state, chunk).zero_()
+        for piece in self._pieces(state, chunk.id):
+            source(state, piece)
 
     def _pieces(self, state: str, chunk: ChunkId) -> list[ParameterPiece]:
         tensor = self._memory.tensor(state, self._chunks[chunk])
@@ -425,27 +456,6 @@ def _rate_of(own: float, base: float, scheduled: float) -> float:
     if own == base:
         return scheduled
     return own * (scheduled / base) if base else own
-
-
-def _make_tiers(
-    layout: Layout, device: torch.device, tiers: Collection[TierName]
-) -> dict[TierName, ChunkMemory]:
-    """The tiers of memory: the device's, and where a plan uses it, the host's."""
-    is_cuda = device.type == "cuda"
-    on_device = partial(CudaBacking, device=device.index or 0) if is_cuda else HostBacking
-    made: dict[TierName, ChunkMemory] = {"device": ChunkMemory(layout, on_device)}
-    if "host" in tiers:
-        made["host"] = ChunkMemory(layout, partial(HostBacking, pinned=is_cuda))
-    return made
-
-
-def _make_lanes(programs: Iterable[Program], device: torch.device, num_threads: int) -> Lanes:
-    """Lanes of their own where something is moved, else the caller's thread for all."""
-    if device.type == "cuda":
-        return InlineLanes(partial(torch.cuda.synchronize, device))
-    if any(has_transfers(program.tasks) for program in programs):
-        return ThreadLanes(prepare=partial(torch.set_num_threads, num_threads))
-    return InlineLanes()
 
 
 def _largest_peaks(proofs: Iterable[Proof]) -> Mapping[PoolId, int]:

@@ -47,10 +47,10 @@ def find_peaks(program: Program) -> Mapping[PoolId, Peak]:
     best: dict[PoolId, Peak] = {}
     for pool in program.pools:
         held: dict[tuple[BufferId, TierName], int] = {}
-        if program.kind != "load":
-            for buffer in program.buffers.values():
-                if buffer.home is not None and buffer.pools[buffer.home] == pool.id:
-                    held[buffer.id, buffer.home] = buffer.size_bytes
+        for buffer in program.buffers.values():
+            home = buffer.home
+            if home is not None and program.finds(buffer) and buffer.pools[home] == pool.id:
+                held[buffer.id, home] = buffer.size_bytes
         best[pool.id] = _find_peak(program, pool.id, held)
     return best
 

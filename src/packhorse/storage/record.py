@@ -196,8 +196,8 @@ def _read_entry(body: Json) -> tuple[int, Entry] | None:
         case {"number": int(number), "step": int(step), "slots": str(slots), "state": state}:
             if not isinstance(state, dict):
                 return None
-            # JSON has no other keys than texts.
-            return number, Entry(step=step, slots=tuple(map(int, slots)), state=cast("Json", state))
+            said = cast("Json", state)  # JSON has no other keys than texts
+            return number, Entry(step=step, slots=tuple(map(int, slots)), state=said)
         case _:
             return None
 

@@ -7,6 +7,8 @@
                  never
     evaluate     per micro-batch: one Feed, each block's Forward, the loss emitted
     load, save   each state with a home imported (exported) once
+    persist      each state of a trained chunk whose home is in memory exported once
+    restore      each state whose home is in memory imported once
 
 Without a model the blocks are those that the program itself names, and which chunks get gradients
 is read off its tasks.
@@ -19,7 +21,7 @@ from typing import Final, assert_never
 
 from packhorse.errors import RuleError
 from packhorse.model.spec import Model
-from packhorse.program.buffers import NORM, BufferId, ChunkId, saved_id, value_id
+from packhorse.program.buffers import NORM, BufferId, ChunkId, saved_id, state_id, value_id
 from packhorse.program.program import Program, ProgramKind
 from packhorse.program.tasks import (
     Backward,
@@ -57,6 +59,8 @@ TASKS_OF: Final[Mapping[ProgramKind, tuple[type[Task], ...]]] = {
     "evaluate": (Feed, Forward, Copy, Free, Emit),
     "load": (Import, Copy, Free),
     "save": (Export, Copy, Free),
+    "persist": (Export, Copy, Free),
+    "restore": (Import, Copy, Free),
 }
 
 
@@ -82,9 +86,14 @@ def check_coverage(outline: Outline) -> None:
             _check_saving(outline)
             _check_emits(outline)
         case "load":
-            _check_states(outline, outline.imports, "IMP")
+            _check_states(outline, outline.imports, "IMP", _states(program))
         case "save":
-            _check_states(outline, outline.exports, "EXP")
+            _check_states(outline, outline.exports, "EXP", _states(program))
+        case "persist":
+            changed = _states(program) & _states_in_memory(program) & _trained_states(program)
+            _check_states(outline, outline.exports, "EXP", changed)
+        case "restore":
+            _check_states(outline, outline.imports, "IMP", _states_in_memory(program))
         case _:
             assert_never(program.kind)
 
@@ -234,15 +243,34 @@ def _check_emits(outline: Outline) -> None:
                 raise make_error(program, RULE, index, what)
 
 
-def _check_states(outline: Outline, table: Mapping[BufferId, Indices], mnemonic: str) -> None:
+def _check_states(
+    outline: Outline, table: Mapping[BufferId, Indices], mnemonic: str, wanted: set[BufferId]
+) -> None:
     program = outline.program
-    for buffer in program.buffers.values():
-        if buffer.home is not None and buffer.id not in table:
-            raise _missing(program, f"{mnemonic} {buffer.id}")
+    for name in program.buffers:
+        if name in wanted and name not in table:
+            raise _missing(program, f"{mnemonic} {name}")
     for name, (index,) in table.items():
         if program.buffers[name].home is None:
             what = f"hands over {name}, which has no home: it is no state"
             raise make_error(program, RULE, index, what)
+        if name not in wanted:
+            what = f"hands over {name}, which a {program.kind} program leaves alone"
+            raise make_error(program, RULE, index, what)
+
+
+def _states(program: Program) -> set[BufferId]:
+    return {name for name, buffer in program.buffers.items() if buffer.home is not None}
+
+
+def _states_in_memory(program: Program) -> set[BufferId]:
+    homes = {name: buffer.home for name, buffer in program.buffers.items()}
+    return {name for name, home in homes.items() if home in ("device", "host")}
+
+
+def _trained_states(program: Program) -> set[BufferId]:
+    trained = {chunk.id for chunk in program.layout.chunks if chunk.trainable}
+    return {state_id(state, chunk) for state in program.layout.dtypes for chunk in trained}
 
 
 def _check_table(program: Program, table: BlockTable, blocks: Iterable[int], mnemonic: str) -> None:

@@ -64,11 +64,10 @@ class Replay:
         self.peak_bytes = self.used_bytes
         self.step = 0
         self.index = 0
-        if program.kind != "load":
-            for place_index, place in enumerate(self.places):
-                if place.tier == place.home:
-                    self.held[place_index] = 0
-                    self.used_bytes[place.pool_index] += place.size_bytes
+        for place_index, place in enumerate(self.places):
+            if place.tier == place.home and program.finds(program.buffers[place.buffer]):
+                self.held[place_index] = 0
+                self.used_bytes[place.pool_index] += place.size_bytes
 
     @property
     def access(self) -> Access:

@@ -16,8 +16,8 @@ compiler: what it expects, it derives from model and layout.
     steady    a program ends in the state in which it began; two steps have the same ledgers
 
 (*) mostly with a model only. The replay is sequential: each task ends before the next one begins,
-for two steps (a load fills the tiers once). A program that passes can neither exceed its budget
-nor deadlock however far lanes run ahead, because reservations are made in program order and no
+for two steps (a load or a restore fills the tiers once). A program that passes can neither exceed
+its budget nor deadlock however far lanes run ahead: reservations are made in program order and no
 task waits for a later one.
 """
 
@@ -124,7 +124,7 @@ def verify_program(program: Program, model: Model | None = None) -> Proof:
         if isinstance(rule, StartRule):
             rule.check(replay)
     entries = _replay_first(replay)
-    if program.kind != "load":
+    if not program.fills:
         _replay_again(replay, entries)
     return Proof(digest=digest_program(program), entries=tuple(entries))
 

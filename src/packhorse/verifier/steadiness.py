@@ -1,8 +1,9 @@
 """Rule `steady`: a program ends in the state in which it began, so that a step is repeatable.
 
 Every buffer with a home lies there in its newest version and nowhere else; every other buffer is
-gone; and the second step's ledgers equal the first one's. A `load` program begins empty and ends
-with every state at home; it is replayed once.
+gone; and the second step's ledgers equal the first one's. A `load` program begins empty, a
+`restore` program with the states of the disk; both end with every state at home, and are replayed
+once.
 """
 
 from __future__ import annotations
