@@ -73,7 +73,8 @@ class KeptRun:
 
     def __init__(self, kept: KeptState) -> None:
         self._kept = kept
-        self._run = run_from_json(cast("JsonObject", kept.entry.state), where=kept.record)
+        state = cast("JsonObject", kept.entry.state)  # it was read as JSON
+        self._run = run_from_json(state, where=kept.record)
         self._header = _read_header(kept)
         self._slot_of = dict(zip(_with_slots(self._header), kept.entry.slots, strict=True))
         self._file = open_kept(kept)
@@ -191,8 +192,7 @@ def _read_header(kept: KeptState) -> _Header:
             where=str(kept.record),
             fix="resume from a checkpoint; packhorse clean removes the scratch file",
         )
-    # What `describe_kept` and the disk tier wrote, under the header's checksum.
-    written = cast("_Written", kept.header)
+    written = cast("_Written", kept.header)  # as it was written, under the header's checksum
     return _Header(
         model=written["model"],
         dtypes=written["dtypes"],

@@ -110,8 +110,6 @@ def size_pools(plan: Plan, heap_bytes: int, slot_bytes: int = 0) -> tuple[Pool, 
     Raises:
         DoesNotFitError: nothing is left for the chunks, or slots need more than the whole disk.
     """
-    usable = plan.budget_bytes["device"] - plan.base_bytes
-    others = [
     if slot_bytes > plan.budget_bytes.get("disk", 0):
         raise DoesNotFitError(
             f"tier disk needs {format_bytes(slot_bytes)} for slots of finished steps alone and has"
@@ -120,6 +118,8 @@ def size_pools(plan: Plan, heap_bytes: int, slot_bytes: int = 0) -> tuple[Pool, 
         )
         Pool(
             id=PoolId(tier),
+    usable = plan.budget_bytes["device"] - plan.base_bytes
+    others = [
             tier=tier,
             capacity_bytes=capacity - slot_bytes if tier == "disk" else capacity,
         )

@@ -121,10 +121,6 @@ def _draft(
         case "save":
             states = name_states(plan, layout)
             return _Draft(tasks=order_save(states, states), buffers=states, num_microbatches=0)
-        case _:
-            assert_never(kind)
-
-
         case "persist":
             states = name_states(plan, layout)
             behind = states_written_behind(plan, layout)
@@ -137,6 +133,10 @@ def _place(
     plan: Plan, model: Model, layout: Layout, tasks: tuple[Task, ...], num_microbatches: int
 ) -> _Draft:
     buffers = name_buffers(plan, model, layout, tasks, num_microbatches=num_microbatches)
+        case _:
+            assert_never(kind)
+
+
     return _Draft(
         tasks=add_frees(add_residency(tasks, buffers, find_rests(plan, layout)), buffers),
         buffers=buffers,

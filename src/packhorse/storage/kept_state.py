@@ -140,8 +140,8 @@ def _read_parts(header: Json) -> tuple[Stripes, tuple[str, ...]]:
     units, folders = header.get("units"), header.get("folders")
     if not isinstance(units, list) or not isinstance(folders, list):
         return Stripes(units=(1,)), ()
-    # What `describe_parts` wrote, under the header's checksum.
-    shares, others = cast("list[int]", units), cast("list[str]", folders)
+    shares = cast("list[int]", units)  # as `describe_parts` wrote them, under a checksum
+    others = cast("list[str]", folders)  # the same
     return Stripes(units=tuple(shares)), tuple(others)
 
 
