@@ -116,10 +116,10 @@ def size_pools(plan: Plan, heap_bytes: int, slot_bytes: int = 0) -> tuple[Pool, 
             f" {format_bytes(plan.budget_bytes.get('disk', 0))}",
             fix="grant a larger disk, or pin durable: off",
         )
-        Pool(
-            id=PoolId(tier),
     usable = plan.budget_bytes["device"] - plan.base_bytes
     others = [
+        Pool(
+            id=PoolId(tier),
             tier=tier,
             capacity_bytes=capacity - slot_bytes if tier == "disk" else capacity,
         )

@@ -129,14 +129,14 @@ def _draft(
             states = name_states(plan, layout)
             missing = [name for name, buffer in states.items() if buffer.home != "disk"]
             return _Draft(tasks=order_load(missing, states), buffers=states, num_microbatches=0)
-def _place(
-    plan: Plan, model: Model, layout: Layout, tasks: tuple[Task, ...], num_microbatches: int
-) -> _Draft:
-    buffers = name_buffers(plan, model, layout, tasks, num_microbatches=num_microbatches)
         case _:
             assert_never(kind)
 
 
+def _place(
+    plan: Plan, model: Model, layout: Layout, tasks: tuple[Task, ...], num_microbatches: int
+) -> _Draft:
+    buffers = name_buffers(plan, model, layout, tasks, num_microbatches=num_microbatches)
     return _Draft(
         tasks=add_frees(add_residency(tasks, buffers, find_rests(plan, layout)), buffers),
         buffers=buffers,
