@@ -64,7 +64,7 @@ def probe(
         threads: compute threads; None takes what torch would use.
         device: `cpu` or `cuda`; None takes a GPU where there is one.
         fresh: measure although this hardware was measured before.
-        sustained: write until the drive's rate is steady.
+        sustained: write until the drive's rate is steady: up to 64 GiB or five minutes.
         progress: called before each part with its name, its index and the number of parts.
 
     Raises:
@@ -73,13 +73,14 @@ def probe(
     """
     from packhorse.machine.budget import parse_budget
     from packhorse.machine.probe import probe_machine
+    from packhorse.machine.probe_sustained import WriteLimits
 
     return probe_machine(
         budget=parse_budget(budget),
         threads=threads,
         device=device,
         fresh=fresh,
-        sustained=sustained,
+        sustained=WriteLimits() if sustained else None,
         progress=progress,
     )
 

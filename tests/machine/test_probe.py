@@ -12,6 +12,7 @@ import torch
 from packhorse.errors import InputError, RunFailedError, StorageError
 from packhorse.machine import probe, probe_compute, probe_disk, probe_heap
 from packhorse.machine.budget import parse_budget
+from packhorse.machine.drives import usable_bytes
 from packhorse.machine.files import format_machine, parse_machine
 from packhorse.machine.limits import find_core_limit
 from packhorse.machine.probe import probe_machine
@@ -25,6 +26,7 @@ from packhorse.machine.probe_cache import (
 from packhorse.machine.probe_compute import is_native, measure_matmul, measure_update
 from packhorse.machine.probe_disk import measure_disk, remove_dead_probes
 from packhorse.machine.probe_heap import measure_heap
+from packhorse.machine.probe_sustained import WriteLimits
 from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint
 from packhorse.units import GIB, MIB
 
@@ -92,6 +94,61 @@ def test_second_probe_is_cached_and_budgets_are_not(measure: Callable[..., Machi
     age = age_ns(second)
     assert age is not None
     assert age < 600 * 10**9
+
+
+def test_a_small_file_in_the_cache_is_measured_again(
+    tmp_path: Path, measure: Callable[..., Machine]
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+    (drive,) = measure(file_bytes=MIB).tiers[1].drives
+    assert drive.measured_bytes == MIB
+    for file_bytes, again in ((2 * MIB, False), (8 * MIB, True), (8 * MIB, False)):
+        seen.clear()
+        machine = measure(file_bytes=file_bytes, progress=lambda *part: seen.append(part))
+        assert bool(seen) is again
+    (drive,) = machine.tiers[1].drives
+    assert (drive.measured_bytes, drive.path) == (8 * MIB, str(tmp_path / "scratch"))
+    # What the time allows is all that another measurement would reach.
+    seen.clear()
+    measure(file_bytes=64 * MIB, disk_limit_ns=1, progress=lambda *part: seen.append(part))
+    assert seen == []
+
+
+def test_several_folders_are_measured_together(
+    tmp_path: Path, measure: Callable[..., Machine]
+) -> None:
+    paths = str(tmp_path / "a"), str(tmp_path / "b")
+    text = ",".join(f"disk={path}:64MiB" for path in paths)
+    machine = measure(text, file_bytes=4 * MIB)
+    disk = machine.tiers[1]
+    assert tuple(drive.path for drive in disk.drives) == paths
+    assert disk.path == paths[0]
+    assert disk.budget_bytes == usable_bytes(disk.drives) <= 128 * MIB
+    assert len(machine.links) == 2
+    assert parse_machine(format_machine(machine)) == machine
+    seen: list[tuple[str, int, int]] = []
+    again = measure(text, file_bytes=4 * MIB, progress=lambda *part: seen.append(part))
+    assert (again.tiers[1].drives, seen) == (disk.drives, [])
+    # Other folders on the same drives: the rates are known, the paths are those of now.
+    moved = measure(text.replace("/a:", "/c:"), file_bytes=4 * MIB)
+    assert moved.tiers[1].path == str(tmp_path / "c")
+    # One of them alone is another machine.
+    assert measure({"disk": paths[0]}).fingerprint != machine.fingerprint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
+
+
+def test_sustained_rates_are_kept(measure: Callable[..., Machine]) -> None:
+    seen: list[tuple[str, int, int]] = []
+    limits = WriteLimits(size_bytes=4 * MIB, duration_ns=10**11)
+    machine = measure(sustained=limits, file_bytes=None, progress=lambda *part: seen.append(part))
+    told = [part for part in seen if part[0].startswith("writing until the rate is steady")]
+    assert {total for _, _, total in told} == {4 * MIB}
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert told[-1][1] <= 4 * MIB + 2 * MIB
+    write = machine.link("device", "disk")
+    assert write is not None
+    assert write.bytes_per_s > 0
+    assert measure(file_bytes=MIB).link("device", "disk") == write
 
 
 def test_other_threads_are_another_machine(measure: Callable[..., Machine]) -> None:
@@ -176,6 +233,9 @@ def test_update_fits_in_little_memory() -> None:
 
 def test_disk_probe_leaves_nothing(tmp_path: Path) -> None:
     rates = measure_disk(str(tmp_path / "not" / "there"), file_bytes=2 * MIB)
+    assert rates.mixed_read_bytes_per_s is not None
+    assert rates.mixed_write_bytes_per_s is not None
+    assert rates.measured_bytes == 2 * MIB
     assert rates.read_bytes_per_s > 0
     assert rates.write_bytes_per_s > 0
     assert rates.read_latency_ns > 0
@@ -183,21 +243,27 @@ def test_disk_probe_leaves_nothing(tmp_path: Path) -> None:
     there, back = rates.links("host")
     assert (there.source, there.target) == ("host", "disk")
     assert there.bytes_per_s == rates.write_bytes_per_s
+    assert there.mixed_bytes_per_s == rates.mixed_write_bytes_per_s
     assert (back.source, back.target) == ("disk", "host")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_sustained_writes_until_steady(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = iter([1.0, 9.0, 8.0, 5.0, 3.0, 3.0, 3.0, 3.0, 7.0])
-    monkeypatch.setattr(probe_disk, "_write_pass", lambda *_: next(rates))
-    assert measure_disk(str(tmp_path), file_bytes=MIB, sustained=True).write_bytes_per_s == 3.0
-    assert next(rates) == 7.0
 
 
 def test_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_disk, "free_bytes", lambda _: 1000)
     with pytest.raises(StorageError, match="too little space to measure the disk"):
         measure_disk(str(tmp_path))
+
+
+def test_nothing_stays_when_a_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("the drive is gone")
+
+    monkeypatch.setattr(probe_disk.Passes, "read", fail)
+    with pytest.raises(StorageError, match="the drive is gone"):
+        measure_disk(str(tmp_path), file_bytes=MIB)
+    with pytest.raises(StorageError, match="the drive is gone"):
+        measure_disk(str(tmp_path), file_bytes=MIB, sustained=WriteLimits(size_bytes=MIB))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_killed_probes_are_cleaned_and_live_ones_stay(tmp_path: Path) -> None:

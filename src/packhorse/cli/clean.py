@@ -93,7 +93,7 @@ def find_remains(path: Path, scratch: list[Path]) -> list[Remains]:
 
 
 def _find_scratch(path: Path) -> list[Path]:
-    """Find the scratch folder of the run: its machine file names it."""
+    """Find the scratch folders of the run: its machine file names them."""
     from packhorse.machine.files import read_machine
 
     file = path / "machine.json"
@@ -106,7 +106,8 @@ def _find_scratch(path: Path) -> list[Path]:
         return []
     if disk is None or disk.path is None:
         return []
-    return [Path(disk.path)] if Path(disk.path).is_dir() else []
+    paths = [drive.path for drive in disk.drives] or [disk.path]
+    return [Path(path) for path in paths if Path(path).is_dir()]
 
 
 def _original(leftover: Path) -> Path:

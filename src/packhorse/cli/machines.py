@@ -16,6 +16,7 @@ from packhorse.errors import InputError
 if TYPE_CHECKING:
     from packhorse.cli.screen import Screen
     from packhorse.machine.budget import Budget
+    from packhorse.machine.probe_sustained import WriteLimits
     from packhorse.machine.spec import Machine
 
 
@@ -103,17 +104,23 @@ def probe_here(
     *,
     threads: int | None = None,
     fresh: bool = False,
-    sustained: bool = False,
+    sustained: WriteLimits | None = None,
+    file_bytes: int | None = None,
 ) -> Machine:
-    """Measure this machine, or take its rates from the cache; shows what is being measured."""
-    from packhorse.machine.probe import probe_machine
+    """Measure this machine, or take its rates from the cache; shows what is being measured.
 
-    with screen.progress("measuring this machine") as progress:
+    A signal ends it as an error does, so that its files are removed.
+    """
+    from packhorse.machine.probe import probe_machine
+    from packhorse.trainer.stop_signals import stop_at_once
+
+    with stop_at_once(), screen.progress("measuring this machine") as progress:
         return probe_machine(
             budget=budget,
             threads=threads,
             fresh=fresh,
             sustained=sustained,
+            file_bytes=file_bytes,
             progress=progress,
         )
 
@@ -122,15 +129,24 @@ def merge_budgets(typed: Budget, granted: Budget) -> Budget:
     """Take each tier's budget from what was typed, else from what the recipe grants."""
     from packhorse.machine.budget import DEFAULT_SCRATCH
 
-    disk = typed.disk or granted.disk
-    if typed.disk and granted.disk and typed.disk.path == DEFAULT_SCRATCH:
-        # A size alone was typed: the recipe's folder stays.
-        disk = replace(typed.disk, path=granted.disk.path)
+    disks = typed.disks or granted.disks
+    match typed.disks, granted.disks:
+        case (alone,), (folder,) if alone.path == DEFAULT_SCRATCH:
+            # A size alone was typed: the recipe's folder stays.
+            disks = (replace(alone, path=folder.path),)
+        case (alone,), (_, _, *_) if alone.path == DEFAULT_SCRATCH:
+            raise InputError(
+                f"a size alone was typed; the recipe names {len(granted.disks)} scratch folders",
+                where="--budget: disk",
+                fix="say it for each: " + ",".join(f"disk={d.path}:SIZE" for d in granted.disks),
+            )
+        case _:
+            pass
     return replace(
         typed,
         device_bytes=_first(typed.device_bytes, granted.device_bytes),
         host_bytes=_first(typed.host_bytes, granted.host_bytes),
-        disk=disk,
+        disks=disks,
     )
 
 

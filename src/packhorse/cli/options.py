@@ -23,7 +23,8 @@ BudgetText = Annotated[
     typer.Option(
         "--budget",
         metavar="TIER=SIZE,...",
-        help="What each tier may use: device=22GiB,host=48GiB,disk=600GiB.",
+        help="What each tier may use: device=22GiB,host=48GiB,disk=600GiB; disk may be repeated:"
+        " disk=/a/scratch:1TiB,disk=/b/scratch:1TiB.",
     ),
 ]
 MemoryText = Annotated[

@@ -14,9 +14,11 @@ from packhorse.cli.options import AsJson, BudgetText, MemoryText
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from packhorse.machine.spec import Machine
+    from packhorse.machine.probe_sustained import WriteLimits
+    from packhorse.machine.spec import Link, Machine, Tier
 
 _DEFAULT_OUT: Final = Path("machine.json")
+_LEAST_BYTES: Final = 1024**2
 
 
 def probe(
@@ -25,9 +27,22 @@ def probe(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure although the cache knows this machine.")
     ] = False,
+    file_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Measure the disk with a file of about the plan's scratch size instead of 2GiB.",
+        ),
+    ] = None,
     sustained: Annotated[
         bool, typer.Option("--sustained", help="Write until the drive's rate is steady: minutes.")
     ] = False,
+    write_limit: Annotated[
+        str, typer.Option(metavar="SIZE", help="With --sustained: the most that is written.")
+    ] = "64GiB",
+    time_limit: Annotated[
+        int, typer.Option(metavar="SECONDS", min=1, help="With --sustained: the longest it writes.")
+    ] = 300,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The machine file.")] = _DEFAULT_OUT,
     as_json: AsJson = False,
 ) -> None:
@@ -42,12 +57,24 @@ def probe(
     screen = Screen(as_json=as_json)
     check_output(out)
     granted = parse_budget(budget)
-    machine = probe_here(screen, granted, fresh=fresh, sustained=sustained)
+    limits = _read_limits(write_limit, time_limit) if sustained else None
+    machine = probe_here(
+        screen,
+        granted,
+        fresh=fresh,
+        sustained=limits,
+        file_bytes=None if file_size is None else _read_size("--file-size", file_size),
+    )
     if memory is not None:
         merged = merge_budgets(parse_memory(memory, machine), granted)
         machine = with_budget(machine, merged)
     write_output(out, format_machine(machine))
     screen.show(machine_table(machine))
+    if limits is not None and all(link.burst_bytes_per_s is None for link in machine.links):
+        screen.note(
+            "the rate was not steady yet when the limit was reached: raise --write-limit or"
+            " --time-limit"
+        )
     screen.wrote(out)
     screen.answer(
         {
@@ -62,7 +89,7 @@ def machine_table(machine: Machine) -> RenderableType:
     """Render a machine: tiers with budgets, links, rates, and how old the measurement is."""
     from packhorse.machine.probe_cache import age_ns
     from packhorse.report.tables import plain_table
-    from packhorse.units import format_bytes, format_count, format_ns, format_percent
+    from packhorse.units import format_bytes, format_count, format_percent
 
     table = plain_table(heads=False)
     table.add_column(style="bold", no_wrap=True)
@@ -84,14 +111,8 @@ def machine_table(machine: Machine) -> RenderableType:
             for tier in machine.tiers
         ],
     )
-    add(
-        "links",
-        [
-            f"{link.source} -> {link.target}: {format_bytes(link.bytes_per_s)}/s,"
-            f" {format_ns(link.latency_ns)} latency"
-            for link in machine.links
-        ],
-    )
+    add("drives", [line for tier in machine.tiers for line in _say_drives(tier)])
+    add("links", [_say_link(link) for link in machine.links])
     best = {
         dtype: max(point.flops_per_s for point in machine.matmul if point.dtype == dtype)
         for dtype in dict.fromkeys(point.dtype for point in machine.matmul)
@@ -114,6 +135,59 @@ def machine_table(machine: Machine) -> RenderableType:
     slack = format_percent(machine.heap.keep_slack)
     add("heap", [f"mapping large blocks costs {cost} of compute, keeping them {slack} of memory"])
     return table
+
+
+def _say_drives(tier: Tier) -> Iterable[str]:
+    """One line per scratch folder: how its bytes move, and its share where there are several."""
+    from packhorse.machine.drives import share_units
+    from packhorse.units import format_bytes
+
+    units = share_units(tier.drives) if tier.drives else ()
+    for drive, own in zip(tier.drives, units, strict=True):
+        way = "direct" if drive.direct else "buffered"
+        threads = "" if drive.num_threads == 1 else f", {drive.num_threads} threads each way"
+        pages = "" if drive.huge_pages else ", small pages"
+        share = f", {own}/{sum(units)} of every transfer" if len(units) > 1 else ""
+        yield (
+            f"{drive.path}: {way}, blocks of {format_bytes(drive.block_bytes)}{threads}{pages},"
+            f" measured on {format_bytes(drive.measured_bytes)}{share}"
+        )
+
+
+def _say_link(link: Link) -> str:
+    from packhorse.units import format_bytes, format_ns
+
+    parts = [f"{format_bytes(link.bytes_per_s)}/s"]
+    if link.burst_bytes_per_s is not None:
+        parts[0] += f" sustained ({format_bytes(link.burst_bytes_per_s)}/s at first)"
+    if link.mixed_bytes_per_s is not None:
+        parts.append(f"{format_bytes(link.mixed_bytes_per_s)}/s while the other way is busy")
+    parts.append(f"{format_ns(link.latency_ns)} latency")
+    return f"{link.source} -> {link.target}: {', '.join(parts)}"
+
+
+def _read_limits(write_limit: str, time_limit: int) -> WriteLimits:
+    from packhorse.machine.probe_sustained import WriteLimits
+
+    size_bytes = _read_size("--write-limit", write_limit)
+    return WriteLimits(size_bytes=size_bytes, duration_ns=time_limit * 10**9)
+
+
+def _read_size(option: str, text: str) -> int:
+    from packhorse.errors import InputError
+    from packhorse.units import format_bytes, parse_bytes
+
+    try:
+        size_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise InputError(str(error), where=option, fix="write for example 64GiB") from error
+    if size_bytes < _LEAST_BYTES:
+        raise InputError(
+            f"{format_bytes(size_bytes)} is too little to measure a disk with",
+            where=option,
+            fix=f"give at least {format_bytes(_LEAST_BYTES)}",
+        )
+    return size_bytes
 
 
 def _say_age(age: int) -> str:

@@ -5,6 +5,8 @@ command line's form `device=22GiB,disk=600GiB`, or `--memory 2GiB`. Out: a `Budg
 whose tiers carry it.
 A tier that no budget names may use what is free there less a margin: a tenth of it, at least
 `MEMORY_MARGIN_BYTES` of memory or `DISK_MARGIN_BYTES` of a disk.
+Several scratch folders are written `disk: [{path: /a/scratch}, {path: /b/scratch}]`, or
+`disk=/a/scratch:600GiB,disk=/b/scratch:300GiB` on the command line; each has its own budget.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Final, Literal, cast, get_args
 
 from packhorse.errors import InputError
 from packhorse.machine.disks import find_disk
-from packhorse.machine.spec import Machine, Tier, TierName
+from packhorse.machine.drives import usable_bytes
+from packhorse.machine.spec import Drive, Machine, Tier, TierName
 from packhorse.units import GIB, MIB, format_bytes, format_exact_bytes, parse_bytes
 
 DEFAULT_SCRATCH: Final = "scratch"
@@ -43,11 +46,11 @@ class DiskBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a person grants per tier; None: what is free less a margin."""
+    """What a person grants per tier; None, or no disk: what is free less a margin."""
 
     device_bytes: int | None = None
     host_bytes: int | None = None
-    disk: DiskBudget | None = None
+    disks: tuple[DiskBudget, ...] = ()
 
 
 def free_less_margin(free: int, kind: Literal["memory", "disk"]) -> int:
@@ -80,7 +83,7 @@ def parse_budget(value: object) -> Budget:
     return Budget(
         device_bytes=_parse_size("device", entries.get("device")),
         host_bytes=_parse_size("host", entries.get("host")),
-        disk=None if disk is None else _parse_disk(disk),
+        disks=() if disk is None else _parse_disks(disk),
     )
 
 
@@ -128,57 +131,114 @@ def grant_tiers(
     named: dict[TierName, int | None] = {
         "device": budget.device_bytes,
         "host": budget.host_bytes,
-        "disk": None if budget.disk is None else budget.disk.size_bytes,
     }
     there: list[TierName] = [tier.name for tier in tiers]
     for name, size_bytes in named.items():
-        if name not in there and (size_bytes is not None or (name == "disk" and budget.disk)):
+        if name not in there and size_bytes is not None:
             raise _no_tier(owner, there, name)
-    granted: list[Tier] = []
-    for tier in tiers:
-        size_bytes = named[tier.name]
-        if tier.name == "disk" and budget.disk is not None:
-            tier = replace(tier, path=budget.disk.path)
-            if here:
-                tier = _measure_disk(tier)
-        if size_bytes is not None:
-            if size_bytes > tier.total_bytes:
-                raise InputError(
-                    f"the budget of tier {tier.name} is {format_bytes(size_bytes)}, but {owner}"
-                    f" has {format_bytes(tier.total_bytes)}",
-                    where=f"{_WHERE}: {tier.name}" + (f" ({tier.path})" if tier.path else ""),
-                    fix=f"grant at most {tier.name}={_floor_mib(tier.total_bytes)}",
-                )
-            tier = replace(tier, budget_bytes=size_bytes)
-        if here and tier.name == "disk" and tier.budget_bytes:
-            check_scratch(tier)
-        granted.append(tier)
-    return tuple(granted)
+    if budget.disks and "disk" not in there:
+        raise _no_tier(owner, there, "disk")
+    return tuple(
+        _grant_disk(tier, budget.disks, owner, here=here)
+        if tier.name == "disk"
+        else _grant(tier, named.get(tier.name), owner)
+        for tier in tiers
+    )
+
+
+def _grant(tier: Tier, size_bytes: int | None, owner: str) -> Tier:
+    if size_bytes is None:
+        return tier
+    if size_bytes > tier.total_bytes:
+        raise InputError(
+            f"the budget of tier {tier.name} is {format_bytes(size_bytes)}, but {owner}"
+            f" has {format_bytes(tier.total_bytes)}",
+            where=f"{_WHERE}: {tier.name}" + (f" ({tier.path})" if tier.path else ""),
+            fix=f"grant at most {tier.name}={_floor_mib(tier.total_bytes)}",
+        )
+    return replace(tier, budget_bytes=size_bytes)
+
+
+def _grant_disk(tier: Tier, disks: Sequence[DiskBudget], owner: str, *, here: bool) -> Tier:
+    if len(disks) > 1 or (disks and len(tier.drives) > 1):
+        tier = _grant_drives(tier, disks, owner, here=here)
+    elif disks:
+        tier = replace(tier, path=disks[0].path)
+        if here:
+            tier = _measure_disk(tier)
+        tier = _grant(tier, disks[0].size_bytes, owner)
+        tier = replace(
+            tier,
+            drives=tuple(
+                replace(drive, path=disks[0].path, budget_bytes=tier.budget_bytes)
+                for drive in tier.drives
+            ),
+        )
+    if here and tier.budget_bytes:
+        check_scratch(tier)
+    return tier
+
+
+def _grant_drives(tier: Tier, disks: Sequence[DiskBudget], owner: str, *, here: bool) -> Tier:
+    """Give each drive its budget; together they hold what the smallest for its share allows."""
+    named = {disk.path: disk.size_bytes for disk in disks}
+    known = [drive.path for drive in tier.drives]
+    if sorted(named) != sorted(known):
+        raise InputError(
+            f"the budget names the scratch folder{'s' if len(named) > 1 else ''}"
+            f" {', '.join(named)}, but {owner} was measured with"
+            f" {', '.join(known or [str(tier.path)])}",
+            where=f"{_WHERE}: disk",
+            fix="name the same folders, or measure the ones that you want together: packhorse probe"
+            " --budget " + ",".join(f"disk={path}" for path in named),
+        )
+    free = free_disk_bytes(known) if here else {}
+    drives: list[Drive] = []
+    for drive in tier.drives:
+        default = free_less_margin(free[drive.path], "disk") if here else drive.budget_bytes
+        size_bytes = named[drive.path]
+        if here and size_bytes is not None and size_bytes > free[drive.path]:
+            raise _disk_is_full(drive.path, size_bytes, free[drive.path])
+        drives.append(replace(drive, budget_bytes=default if size_bytes is None else size_bytes))
+    total_bytes = sum(free.values()) if here else tier.total_bytes
+    granted = replace(tier, total_bytes=total_bytes, path=known[0], drives=tuple(drives))
+    return _grant(granted, usable_bytes(drives), owner)
+
+
+def free_disk_bytes(paths: Sequence[str]) -> dict[str, int]:
+    """What is free under each folder; folders of one file system get equal parts of it."""
+    disks = {path: find_disk(path) for path in paths}
+    names = [disk.drive for disk in disks.values()]
+    return {path: disk.free_bytes // names.count(disk.drive) for path, disk in disks.items()}
 
 
 def check_scratch(tier: Tier) -> None:
-    """Refuse a disk tier whose folder cannot be made or written, or whose disk is too full.
+    """Refuse a disk tier whose folders cannot be made or written, or whose disks are too full.
 
     Raises:
         InputError: names the folder, and need and have.
     """
-    path = tier.path or DEFAULT_SCRATCH
-    disk = find_disk(path)
-    is_file = Path(path).exists() and not Path(path).is_dir()
-    if is_file or not disk.writable:
-        raise InputError(
-            f"the scratch folder cannot be {'used: it is no folder' if is_file else 'written'}",
-            where=f"{_WHERE}: disk ({path})",
-            fix="name a folder that this user may write, for example disk: [{path: scratch}]",
-        )
-    have_bytes = disk.free_bytes
-    if have_bytes < tier.budget_bytes:
-        raise InputError(
-            f"the budget of tier disk is {format_bytes(tier.budget_bytes)}, but"
-            f" {format_bytes(have_bytes)} are free",
-            where=f"{_WHERE}: disk ({path})",
-            fix=f"free some space there or grant at most disk={_floor_mib(have_bytes)}",
-        )
+    shares = {drive.path: drive.budget_bytes for drive in tier.drives}
+    for path, need_bytes in (shares or {tier.path or DEFAULT_SCRATCH: tier.budget_bytes}).items():
+        disk = find_disk(path)
+        is_file = Path(path).exists() and not Path(path).is_dir()
+        if is_file or not disk.writable:
+            raise InputError(
+                f"the scratch folder cannot be {'used: it is no folder' if is_file else 'written'}",
+                where=f"{_WHERE}: disk ({path})",
+                fix="name a folder that this user may write, for example disk: [{path: scratch}]",
+            )
+        if disk.free_bytes < need_bytes:
+            raise _disk_is_full(path, need_bytes, disk.free_bytes)
+
+
+def _disk_is_full(path: str, need_bytes: int, have_bytes: int) -> InputError:
+    return InputError(
+        f"the budget of tier disk is {format_bytes(need_bytes)}, but"
+        f" {format_bytes(have_bytes)} are free",
+        where=f"{_WHERE}: disk ({path})",
+        fix=f"free some space there or grant at most disk={_floor_mib(have_bytes)}",
+    )
 
 
 def _measure_disk(tier: Tier) -> Tier:
@@ -193,15 +253,21 @@ def _no_tier(owner: str, there: Sequence[TierName], name: TierName) -> InputErro
     return InputError(f"the budget names tier {name}, but {owner} has none", where=_WHERE, fix=fix)
 
 
-def _split_text(text: str) -> dict[str, str]:
-    entries: dict[str, str] = {}
+def _split_text(text: str) -> dict[str, object]:
+    entries: dict[str, object] = {}
+    disks: list[object] = []
     for part in text.split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not value:
             raise _bad(f"cannot read {part.strip()!r} as TIER=SIZE")
-        if name in entries:
+        if name == "disk":
+            disks.append(value)
+        elif name in entries:
             raise _bad(f"tier {name!r} is named twice")
-        entries[name] = value
+        else:
+            entries[name] = value
+    if disks:
+        entries["disk"] = disks
     return entries
 
 
@@ -216,17 +282,27 @@ def _parse_size(name: str, value: object) -> int | None:
         raise _bad(f"tier {name}: {error}") from error
 
 
-def _parse_disk(value: object) -> DiskBudget:
-    """Read a size, a folder, `folder:size`, `{path, size}`, or a list of one of them."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        shares = cast("Sequence[object]", value)  # from a recipe; the entry is checked below
-        if len(shares) != 1:
+def _parse_disks(value: object) -> tuple[DiskBudget, ...]:
+    """Read one scratch folder in any form, or a list of them."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return (_parse_disk(value),)
+    shares = cast("Sequence[object]", value)  # from a recipe; the entries are checked below
+    disks = tuple(_parse_disk(share) for share in shares)
+    if not disks:
+        raise _bad("the disk budget is an empty list")
+    places = [os.path.realpath(disk.path) for disk in disks]
+    for disk, place in zip(disks, places, strict=True):
+        if places.count(place) > 1:
             raise InputError(
-                f"the budget names {len(shares)} scratch folders; a plan uses exactly one",
+                f"the scratch folder {disk.path!r} is named {places.count(place)} times",
                 where=f"{_WHERE}: disk",
-                fix="name the fastest one, or join the drives by the system's volume manager",
+                fix="name each folder once, with its own size; each on a drive of its own",
             )
-        return _parse_disk(shares[0])
+    return disks
+
+
+def _parse_disk(value: object) -> DiskBudget:
+    """Read a size, a folder, `folder:size`, or `{path, size}`."""
     if isinstance(value, Mapping):
         share = cast("Mapping[object, object]", value)  # from a recipe; checked here
         for key in share:

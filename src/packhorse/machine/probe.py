@@ -1,7 +1,8 @@
 """Measures this machine: the first arrow of the picture, host to `Machine`.
 
-In: budgets and a scratch folder. Out: a `Machine` with `source="probe"`. Takes about ten seconds;
-the rates are kept by hardware fingerprint and measured once.
+In: budgets and scratch folders. Out: a `Machine` with `source="probe"`. Takes up to half a minute;
+the rates are kept by hardware fingerprint and measured once, or again when the disk was measured
+with a file much smaller than is asked for now.
 Without a CUDA device the `device` tier is the RAM that this process may use and there is no `host`
 tier; with one, `device` is its memory and `host` the RAM.
 """
@@ -20,10 +21,12 @@ from packhorse.machine.budget import (
     DEFAULT_SCRATCH,
     Budget,
     DiskBudget,
+    free_disk_bytes,
     free_less_margin,
     grant_tiers,
 )
 from packhorse.machine.disks import find_disk
+from packhorse.machine.drives import usable_bytes
 from packhorse.machine.limits import find_core_limit, find_cpu_model, find_memory_limit
 from packhorse.machine.probe_cache import (
     default_cache_folder,
@@ -38,12 +41,26 @@ from packhorse.machine.probe_compute import (
     measure_memory,
     measure_update,
 )
-from packhorse.machine.probe_disk import DEFAULT_FILE_BYTES, measure_disk
+from packhorse.machine.probe_disk import (
+    DEFAULT_FILE_BYTES,
+    DEFAULT_LIMIT_NS,
+    affordable_bytes,
+    measure_disk,
+)
 from packhorse.machine.probe_heap import measure_heap
-from packhorse.machine.spec import Link, Machine, Tier, TierName, UpdateRate
+from packhorse.machine.probe_io import IoPath
+from packhorse.machine.probe_sustained import WriteLimits
+from packhorse.machine.spec import Drive, Link, Machine, Tier, TierName, UpdateRate
 
-# Called before each part with what is measured next, its index, and the number of parts.
+# Called before each part with what is measured next, its index, and the number of parts; and, while
+# writing until steady, with what is done, the bytes written and the most that will be.
 Progress = Callable[[str, int, int], None]
+
+
+# A file is about as large as another down to half of it; each of this many passes has its share of
+# the time.
+_NEAR = 2
+_PASSES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +85,9 @@ def probe_machine(
     scratch: str | None = None,
     device: str | None = None,
     fresh: bool = False,
-    sustained: bool = False,
-    file_bytes: int = DEFAULT_FILE_BYTES,
+    sustained: WriteLimits | None = None,
+    file_bytes: int | None = None,
+    disk_limit_ns: int = DEFAULT_LIMIT_NS,
     cache_folder: Path | None = None,
     progress: Progress | None = None,
 ) -> Machine:
@@ -85,7 +103,9 @@ def probe_machine(
         fresh: measure although the cache has this machine.
         sustained: write until the drive's rate is steady; never taken from the cache.
         file_bytes: size of the temporary file that the disk is measured with, at most the disk
-            budget.
+            budget and a quarter of what is free; None takes `DEFAULT_FILE_BYTES`, or with
+            `sustained` as much as is written.
+        disk_limit_ns: what measuring the disk may take, beside writing until steady.
         cache_folder: None takes the user's cache folder.
         progress: called before each part.
 
@@ -93,32 +113,59 @@ def probe_machine(
         InputError: the budget exceeds what is there, or a path is unwritable.
         StorageError: the scratch disk fails.
     """
-    disk = budget.disk or DiskBudget(path=scratch or DEFAULT_SCRATCH)
-    budget = replace(budget, disk=disk)
-    hardware = _look(threads=threads, scratch=disk.path, device=device)
+    disks = budget.disks or (DiskBudget(path=scratch or DEFAULT_SCRATCH),)
+    budget = replace(budget, disks=disks)
+    hardware = _look(threads=threads, folders=[disk.path for disk in disks], device=device)
     folder = cache_folder or default_cache_folder()
     tiers = grant_tiers(hardware.tiers, budget, owner=hardware.name, here=True)
+    granted = next(tier for tier in tiers if tier.name == "disk")
+    if file_bytes is None:
+        file_bytes = DEFAULT_FILE_BYTES if sustained is None else sustained.size_bytes
+    # Measuring keeps to the budgets too. A budget of nothing forbids the disk to plans; its rates
+    # are still worth knowing.
+    file_bytes = min(file_bytes, granted.budget_bytes or file_bytes)
     measured = None if fresh or sustained else load_measured(folder, hardware.fingerprint)
-    if measured is None:
-        disk_bytes = next(tier.budget_bytes for tier in tiers if tier.name == "disk")
+    if measured is None or not _is_enough(measured, granted, file_bytes, disk_limit_ns):
         measured = _measure(
-            # Measuring keeps to the budgets too.
             replace(hardware, tiers=tiers),
-            disk.path,
-            # A budget of nothing forbids the disk to plans; its rates are still worth knowing.
-            file_bytes=min(file_bytes, disk_bytes or file_bytes),
+            file_bytes=file_bytes,
+            disk_limit_ns=disk_limit_ns,
             sustained=sustained,
             progress=progress or _ignore_progress,
         )
         _keep(folder, measured)
-    return replace(measured, tiers=tiers)
+    drives = _settle_drives(measured, granted)
+    disk = replace(granted, drives=drives, budget_bytes=usable_bytes(drives))
+    return replace(measured, tiers=tuple(disk if tier.name == "disk" else tier for tier in tiers))
 
 
-def _look(*, threads: int | None, scratch: str, device: str | None) -> _Hardware:
+def _is_enough(measured: Machine, granted: Tier, file_bytes: int, limit_ns: int) -> bool:
+    """Whether the disk was measured with a file of about the size that would be used now."""
+    disk = measured.tier("disk")
+    if disk is None or len(disk.drives) != len(granted.drives):
+        return False
+    wanted = min(affordable_bytes(drive.path, file_bytes) for drive in granted.drives)
+    # What the time allows is all that another measurement would reach.
+    rate = min(drive.write_bytes_per_s for drive in disk.drives)
+    wanted = min(wanted, rate * limit_ns / 1e9 / _PASSES)
+    return min(drive.measured_bytes for drive in disk.drives) >= wanted / _NEAR
+
+
+def _settle_drives(measured: Machine, granted: Tier) -> tuple[Drive, ...]:
+    """Give the measured drives the folders and budgets of now; both are in the same order."""
+    disk = measured.tier("disk")
+    assert disk is not None
+    return tuple(
+        replace(known, path=now.path, budget_bytes=now.budget_bytes)
+        for known, now in zip(disk.drives, granted.drives, strict=True)
+    )
+
+
+def _look(*, threads: int | None, folders: list[str], device: str | None) -> _Hardware:
     """Find what is there: cores, memory, disk, device."""
     cores = find_core_limit()
     memory = find_memory_limit()
-    disk = find_disk(scratch)
+    disks = [find_disk(folder) for folder in folders]
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
@@ -137,11 +184,16 @@ def _look(*, threads: int | None, scratch: str, device: str | None) -> _Hardware
         total_bytes=memory.limit_bytes,
         budget_bytes=free_less_margin(memory.available_bytes, "memory"),
     )
+    drives = tuple(
+        _unmeasured(folder, free_less_margin(free, "disk"))
+        for folder, free in free_disk_bytes(folders).items()
+    )
     disk_tier = Tier(
         name="disk",
-        total_bytes=disk.free_bytes,
-        budget_bytes=free_less_margin(disk.free_bytes, "disk"),
-        path=scratch,
+        total_bytes=sum({disk.drive: disk.free_bytes for disk in disks}.values()),
+        budget_bytes=usable_bytes(drives),
+        path=folders[0],
+        drives=drives,
     )
     cpu_name = find_cpu_model()
     facts: dict[str, str | int] = {
@@ -149,7 +201,7 @@ def _look(*, threads: int | None, scratch: str, device: str | None) -> _Hardware
         "cores": cores.num_cores,
         "threads": num_threads,
         "memory_limit_bytes": memory.limit_bytes,
-        "disk": f"{disk.file_system} {disk.drive}",
+        "disk": ", ".join(f"{disk.file_system} {disk.drive}" for disk in disks),
         "torch": torch.__version__,
         "device": device,
     }
@@ -173,8 +225,29 @@ def _look(*, threads: int | None, scratch: str, device: str | None) -> _Hardware
     )
 
 
+def _unmeasured(folder: str, budget_bytes: int) -> Drive:
+    """A drive like any other, until it is measured."""
+    usual = IoPath()
+    return Drive(
+        path=folder,
+        budget_bytes=budget_bytes,
+        read_bytes_per_s=1.0,
+        write_bytes_per_s=1.0,
+        measured_bytes=0,
+        direct=usual.direct,
+        block_bytes=usual.block_bytes,
+        num_threads=usual.num_threads,
+        huge_pages=usual.huge_pages,
+    )
+
+
 def _measure(
-    hardware: _Hardware, scratch: str, *, file_bytes: int, sustained: bool, progress: Progress
+    hardware: _Hardware,
+    *,
+    file_bytes: int,
+    disk_limit_ns: int,
+    sustained: WriteLimits | None,
+    progress: Progress,
 ) -> Machine:
     device = hardware.device
     near: TierName = "device" if device == "cpu" else "host"
@@ -201,7 +274,14 @@ def _measure(
         progress("heap modes", 4, num_parts)
         heap = measure_heap(hardware.num_threads)
         progress("scratch disk", 5, num_parts)
-        disk = measure_disk(scratch, file_bytes=file_bytes, sustained=sustained)
+        disk_tier = next(tier for tier in hardware.tiers if tier.name == "disk")
+        disk = measure_disk(
+            *(drive.path for drive in disk_tier.drives),
+            file_bytes=file_bytes,
+            limit_ns=disk_limit_ns,
+            sustained=sustained,
+            tell=progress,
+        )
         links: list[Link] = [*disk.links(near)]
         if device != "cpu":
             progress("links to the device", 6, num_parts)
@@ -217,7 +297,10 @@ def _measure(
         num_cores=hardware.num_cores,
         num_threads=hardware.num_threads,
         bf16_native=is_native(bf16, fp32),
-        tiers=hardware.tiers,
+        tiers=tuple(
+            replace(tier, drives=disk.drives) if tier.name == "disk" else tier
+            for tier in hardware.tiers
+        ),
         links=tuple(links),
         matmul=(*fp32, *bf16),
         memory_bytes_per_s=memory_bytes_per_s,

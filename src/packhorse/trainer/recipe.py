@@ -53,7 +53,7 @@ class BudgetSection(_Section):
     """RAM beside a GPU, such as 48GiB; only with a GPU."""
 
     disk: str | int | DiskSection | tuple[DiskSection, ...] | None = None
-    """A size, a folder, or `[{path: scratch, size: 600GiB}]`."""
+    """A size, a folder, or a list: `[{path: /a/scratch, size: 600GiB}, {path: /b/scratch}]`."""
 
 
 class ParameterGroupSection(_Section):
