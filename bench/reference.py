@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,10 @@ from packhorse.optim.norm import clip_coefficient, global_norm
 from packhorse.optim.optimizers import SGD, AdamW, Optimizer
 
 Feed = Mapping[str, Tensor]
+# By name of a tied parameter, which is its first user's, what its other users have in its place,
+# the last user first: their gradients are added once a step.
+Copies = Mapping[str, Sequence[nn.Parameter]]
+NO_COPIES: Final[Copies] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +64,19 @@ def train_plainly(
     steps: Sequence[Sequence[Feed]],
     *,
     max_grad_norm: float | None,
+    copies: Copies = NO_COPIES,
 ) -> Curve:
     """Train `module` in place and tell what happened.
 
     Args:
         steps: per step, per micro-batch, the inputs and `denominator`.
         max_grad_norm: None leaves gradients as they are.
+        copies: in whose place the module uses a parameter; see `Copies`.
     """
-    names = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    plain = make_optimizer(module, optimizer)
+    others = {id(copy) for found in copies.values() for copy in found}
+    own = [(name, p) for name, p in module.named_parameters() if id(p) not in others]
+    names = {name: p for name, p in own if p.requires_grad}
+    plain = make_optimizer(module, optimizer, dict(own))
     losses: list[tuple[float, ...]] = []
     totals: list[float] = []
     norms: list[float] = []
@@ -79,6 +89,8 @@ def train_plainly(
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
             shares.append(float(loss.detach()))
+        for name, found in copies.items():
+            _add_copies(names[name], found)
         norm = global_norm([parameter.grad for parameter in names.values()])
         if max_grad_norm is not None:
             coefficient = clip_coefficient(norm, max_grad_norm)
@@ -86,11 +98,14 @@ def train_plainly(
                 if parameter.grad is not None:
                     parameter.grad.mul_(coefficient)
         plain.step()
+        for name, found in copies.items():
+            for copy in found:
+                copy.data.copy_(names[name].data)
         assert total is not None
         losses.append(tuple(shares))
         totals.append(float(total))
         norms.append(float(norm))
-    states = {"param": {name: p.detach().clone() for name, p in module.named_parameters()}}
+    states = {"param": {name: p.detach().clone() for name, p in own}}
     for state in optimizer.state_names:
         states[state] = {
             name: plain.state[parameter][state].detach().clone()
@@ -100,11 +115,29 @@ def train_plainly(
     return Curve(losses=tuple(losses), totals=tuple(totals), norms=tuple(norms), states=states)
 
 
-def make_optimizer(module: nn.Module, optimizer: Optimizer) -> torch.optim.Optimizer:
-    """The fused optimizer of torch.optim with the same words and groups."""
+def _add_copies(parameter: nn.Parameter, copies: Sequence[nn.Parameter]) -> None:
+    """Add what the users of a tied parameter summed, each on its own, the last user first."""
+    grads = [copy.grad for copy in (*copies, parameter) if copy.grad is not None]
+    total = grads[0]
+    for grad in grads[1:]:
+        total = total + grad
+    parameter.grad = total
+    for copy in copies:
+        copy.grad = None
+
+
+def make_optimizer(
+    module: nn.Module,
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+) -> torch.optim.Optimizer:
+    """The fused optimizer of torch.optim with the same words and groups.
+
+    `parameters` are those of the module unless given.
+    """
     groups = group_names(module, optimizer)
     members: dict[str, list[nn.Parameter]] = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in (parameters or dict(module.named_parameters())).items():
         if parameter.requires_grad:
             members.setdefault(groups[name], []).append(parameter)
     settings = [

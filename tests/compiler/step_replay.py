@@ -116,15 +116,24 @@ class StepReplay:
         # becomes the running sum, or goes to the chunk, onto what is there of this parameter.
         running = f"wgrad/{parameter}@{task.microbatch}"
         part = f"{task.block}@{task.microbatch}"
+        own = f"wsum/{parameter}/{task.block}"
+        if own in task.writes:
+            part = f"({self.sums[own]} + {part})" if own in task.reads else part
+            self.sums[own] = part
+            if not any(f"grad/{c.id}" in task.writes for c in self._chunks_of(parameter)):
+                return
         if running in task.reads:
             part = f"({self.sums[running]} + {part})"
         if running in task.writes:
             self.sums[running] = part
             return
-        for chunk in self.program.layout.chunks_of(parameter):
+        for chunk in self._chunks_of(parameter):
             assert f"grad/{chunk.id}" in task.writes
             grads = self.sums.setdefault(f"grad/{chunk.id}", {})
             grads[parameter] = f"({grads[parameter]} + {part})" if parameter in grads else part
+
+    def _chunks_of(self, parameter):
+        return self.program.layout.chunks_of(parameter)
 
     def grads_of(self, chunk: Chunk):
         return self.sums[f"grad/{chunk.id}"]

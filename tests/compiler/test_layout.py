@@ -218,11 +218,14 @@ def test_a_tier_without_a_budget_is_refused():
         lower_plan(plan, model, "train_step")
 
 
-def test_sums_of_ties_per_step_are_refused():
-    model = make_model()
-    plan = make_plan(model)
-    plan = replace(plan, numerics=replace(plan.numerics, tied_sum="per_step"))
-    with pytest.raises(RefusedError, match="tied_sum per_step is not possible"):
+def test_layers_with_sums_of_ties_per_microbatch_are_refused():
+    model, untied = make_model(tied_head=True), make_model()
+    lower_plan(make_plan(model, order="layered"), model, "train_step")
+    per_step = make_plan(model, order="layered", num_microbatches=2, tied_sum="per_step")
+    lower_plan(per_step, model, "train_step")
+    lower_plan(make_plan(untied, order="layered", num_microbatches=2), untied, "train_step")
+    plan = make_plan(model, order="layered", num_microbatches=2)
+    with pytest.raises(RefusedError, match="used by several blocks"):
         lower_plan(plan, model, "train_step")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,18 +46,31 @@ def test_a_training_step_can_be_repeated_and_its_peak_is_known(case):
     assert dict(peak_of(program)) == {pool.id: replay.peaks[pool.id] for pool in program.pools}
 
 
-def plain_sum(blocks, num_microbatches):
-    """How a plain loop sums a gradient: over the users, last first, then over micro-batches."""
-    wholes = [
-        reduce("({} + {})".format, [f"{block}@{index}" for block in reversed(blocks)])
-        for index in range(num_microbatches)
-    ]
-    return reduce("({} + {})".format, wholes)
+def plain_sum(users, num_microbatches, tied_sum="per_microbatch"):
+    """How a plain loop sums a gradient: over the users, last first, then over micro-batches.
+
+    Per step it is the other way round: each user over micro-batches, then over the users.
+    """
+    runs = range(num_microbatches)
+    last_first = sorted(users, reverse=True)
+    if tied_sum == "per_step":
+        return add_up([add_up([f"{user}@{at}" for at in runs]) for user in last_first])
+    return add_up([add_up([f"{user}@{at}" for user in last_first]) for at in runs])
+
+
+def add_up(parts):
+    total = parts[0]
+    for part in parts[1:]:
+        total = f"({total} + {part})"
+    return total
 
 
 def test_the_plain_sum_is_spelled_out():
     assert plain_sum((0, 2, 4), 2) == "(((4@0 + 2@0) + 0@0) + ((4@1 + 2@1) + 0@1))"
     assert plain_sum((3,), 3) == "((3@0 + 3@1) + 3@2)"
+    assert plain_sum((3,), 3, "per_step") == plain_sum((3,), 3)
+    wanted = "(((4@0 + 4@1) + (2@0 + 2@1)) + (0@0 + 0@1))"
+    assert plain_sum((0, 2, 4), 2, "per_step") == wanted
 
 
 @settings(max_examples=80, deadline=None)
@@ -75,7 +86,9 @@ def test_every_gradient_is_summed_in_the_order_of_a_plain_loop(case):
             chunk = program.layout.chunks[task.chunk]
             assert replay.grads_of(chunk) == {
                 slot.parameter: plain_sum(
-                    model.parameters[slot.parameter].blocks, program.num_microbatches
+                    model.parameters[slot.parameter].blocks,
+                    program.num_microbatches,
+                    plan.numerics.tied_sum,
                 )
                 for slot in program.layout.slots_of(chunk)
             }
@@ -91,6 +104,14 @@ def test_running_gradients_are_apart_from_the_second_micro_batch_on(case):
     program = lower_plan(plan, model, "train_step")
     running = {name for name in program.buffers if name.startswith("wgrad/")}
     tied = [p for p in model.parameters.values() if p.trainable and len(p.blocks) > 1]
+    sums = {name for name in program.buffers if name.startswith("wsum/")}
+    if plan.numerics.tied_sum == "per_step":
+        assert not running
+        users = [(p.name, block) for p in tied for block in p.blocks[:-1]]
+        apart = program.num_microbatches > 1
+        assert sums == ({f"wsum/{name}/{block}" for name, block in users} if apart else set())
+        return
+    assert not sums
     assert running == {
         f"wgrad/{p.name}@{index}" for p in tied for index in range(1, program.num_microbatches)
     }
@@ -111,13 +132,15 @@ def test_every_block_and_chunk_has_its_turn_exactly_once(case):
     forward = [(t.microbatch, t.block) for t in program.tasks if isinstance(t, Forward)]
     backward = [(t.microbatch, t.block) for t in program.tasks if isinstance(t, Backward)]
     blocks = [block.id for block in model.blocks]
-    assert forward == [(index, block) for index in runs for block in blocks]
-    assert backward == [
-        (index, block)
-        for index in runs
-        for block in reversed(blocks)
-        if model.blocks[block].has_backward
-    ]
+    if plan.order.value == "layered":
+        assert forward == [(index, block) for block in blocks for index in runs]
+    else:
+        assert forward == [(index, block) for index in runs for block in blocks]
+    last_first = [block for block in reversed(blocks) if model.blocks[block].has_backward]
+    if plan.order.value == "layered":
+        assert backward == [(index, block) for block in last_first for index in runs]
+    else:
+        assert backward == [(index, block) for index in runs for block in last_first]
     again = [(t.microbatch, t.block) for t in program.tasks if isinstance(t, Recompute)]
     assert again == [
         (index, block)

@@ -36,6 +36,8 @@ def cases(draw):
     """Draw a model and a plan for it, with every mix of tiers, activations and heaps."""
     model = draw(models())
     master = draw(st.booleans())
+    order = draw(st.sampled_from(["depth_first", "layered"]))
+    tied_sums = ["per_step"] if order == "layered" else ["per_microbatch", "per_step"]
     return model, make_plan(
         model,
         chunk_bytes=draw(st.sampled_from([4096, 8192, 1 << 21, 1 << 22])),
@@ -51,4 +53,6 @@ def cases(draw):
         states=draw(st.sampled_from([("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()])),
         heap=draw(st.sampled_from(["map", "keep"])),
         heap_slack=0.25,
+        order=order,
+        tied_sum=draw(st.sampled_from(tied_sums)),
     )

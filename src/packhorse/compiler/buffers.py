@@ -34,6 +34,7 @@ from packhorse.program.buffers import (
     saved_id,
     state_id,
     tied_grad_id,
+    tied_sum_id,
     value_grad_id,
     value_id,
 )
@@ -82,6 +83,7 @@ def name_buffers(
     transient = [
         *_gradients(plan, layout),
         *_norms(plan, layout),
+        *_tied_sums(plan, model, layout),
         *(
             buffer
             for index in range(num_microbatches)
@@ -197,6 +199,13 @@ def _activations(plan: Plan, model: Model, microbatch: int) -> Iterable[Buffer]:
     for parameter in model.parameters.values():
         size_bytes = parameter.num_elements * ITEM_BYTES[parameter.dtype]
         yield _transient(plan, tied_grad_id(parameter.name, microbatch), size_bytes)
+
+
+def _tied_sums(plan: Plan, model: Model, layout: Layout) -> Iterable[Buffer]:
+    for parameter in model.parameters.values():
+        size_bytes = parameter.num_elements * ITEM_BYTES[layout.dtypes["grad"]]
+        for block in parameter.blocks:
+            yield _transient(plan, tied_sum_id(parameter.name, block), size_bytes)
 
 
 def _transient(plan: Plan, buffer: BufferId, size_bytes: int) -> Buffer:

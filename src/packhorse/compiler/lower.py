@@ -105,6 +105,8 @@ def _draft(
                         if planned.activations.value == "recompute"
                     ],
                     num_microbatches=plan.numerics.num_microbatches,
+                    order=plan.order.value,
+                    tied_sum=plan.numerics.tied_sum,
                 ),
                 layout,
                 plan.optimizer,
@@ -113,7 +115,9 @@ def _draft(
             return _place(plan, model, layout, tasks, plan.numerics.num_microbatches)
         case "evaluate":
             count = eval_microbatches or plan.numerics.num_microbatches
-            tasks = order_evaluation(model, layout, num_microbatches=count)
+            tasks = order_evaluation(
+                model, layout, num_microbatches=count, num_together=_num_together(plan)
+            )
             return _place(plan, model, layout, tasks, count)
         case "load":
             states = name_states(plan, layout)
@@ -146,10 +150,11 @@ def _place(
 
 def _heap_bytes(plan: Plan, model: Model, layout: Layout, kind: ProgramKind, draft: _Draft) -> int:
     # A kept heap never shrinks, so all programs of a plan share one size: the largest of theirs.
-    # Micro-batches of an evaluation are alike, and nothing stays between them: one tells it.
+    # Micro-batches of an evaluation that do not go together are alike, and nothing stays between
+    # them: those of one round tell it.
     if plan.heap.value == "map":
         return 0
-    drafts = [_draft(plan, model, layout, "evaluate", 1)]
+    drafts = [_draft(plan, model, layout, "evaluate", _num_together(plan))]
     if kind == "train_step":
         drafts.append(draft)
     elif model.num_trainable:
@@ -157,6 +162,11 @@ def _heap_bytes(plan: Plan, model: Model, layout: Layout, kind: ProgramKind, dra
     return max(
         replay_peaks(each.tasks, each.buffers, workspace_pool=HEAP).get(HEAP, 0) for each in drafts
     )
+
+
+def _num_together(plan: Plan) -> int:
+    # How many micro-batches of an evaluation go through a block before the next block.
+    return plan.numerics.num_microbatches if plan.order.value == "layered" else 1
 
 
 def _check_trains(model: Model) -> None:

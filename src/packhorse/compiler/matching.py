@@ -26,6 +26,7 @@ def check_lowering(plan: Plan, model: Model) -> None:
     if _identity_of_plan(plan) != _identity_of_model(model):
         check_plan(plan, model)
     _check_numerics(plan)
+    _check_order(plan, model)
     for index, chunk in enumerate(plan.chunks):
         _check_tiers(plan, index, chunk)
 
@@ -53,12 +54,19 @@ def _check_numerics(plan: Plan) -> None:
             where="plan.numerics.num_microbatches",
             fix=_REMAKE,
         )
-    if plan.numerics.tied_sum != "per_microbatch":
+
+
+def _check_order(plan: Plan, model: Model) -> None:
+    if plan.order.value == "depth_first" or plan.numerics.tied_sum == "per_step":
+        return
+    tied = model.summed_parameters
+    if tied and plan.numerics.num_microbatches > 1:
         raise RefusedError(
-            f"tied_sum {plan.numerics.tied_sum} is not possible when micro-batches run one after "
-            "another; only per_microbatch is",
-            where="plan.numerics.tied_sum",
-            fix="set numerics.tied_sum: per_microbatch",
+            f"all micro-batches go through a block before the next one, but {tied[0]} is used by "
+            "several blocks and its gradient is summed micro-batch by micro-batch",
+            where="plan.order and plan.numerics.tied_sum",
+            fix="set order: depth_first, or numerics.tied_sum: per_step (other numbers in the last "
+            "bits)",
         )
 
 

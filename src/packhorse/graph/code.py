@@ -63,15 +63,18 @@ class BackwardVariant:
 class BackwardCode:
     """The backward of a body.
 
-    Arguments of both variants begin with the saved values, then the named subsets of parameters,
+    Arguments of all variants begin with the saved values, then the named subsets of parameters,
     constants, inputs and outputs, the tangents that arrive, the input roots. `first` runs in
     micro-batch 0: it writes gradients into their chunks, and where later blocks have begun a tied
     parameter's gradient there, adds to it. `later` runs in the others: it adds to the chunks, and
-    hands on the running sum of a tied parameter until its first user adds that.
+    hands on the running sum of a tied parameter until its first user adds that. `apart_first` and
+    `apart_later` are the same for a block that sums its own gradients of tied parameters.
     """
 
     first: BackwardVariant
     later: BackwardVariant
+    apart_first: BackwardVariant
+    apart_later: BackwardVariant
     parameters: tuple[int, ...]
     constants: tuple[int, ...]
     inputs: tuple[int, ...]

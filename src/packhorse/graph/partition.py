@@ -25,7 +25,7 @@ from packhorse.graph.flops import count_flops
 from packhorse.graph.interpret import Noise
 from packhorse.graph.liveness import bytes_of, moved_bytes, peak_bytes, storages_of
 from packhorse.graph.nodes import writes_in_place
-from packhorse.graph.sinks import store_first, store_later
+from packhorse.graph.sinks import store_apart, store_first, store_later
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +199,11 @@ def _build_backward(
     positions = [place[node] for node in reread]
     first = store_first(bare, parts.grads_of, arguments, flow)
     later = store_later(bare, parts.grads_of, arguments, flow)
+    apart_first, apart_later = first, later
+    if later.parameter_grads or later.parameter_roots:
+        apart_first = store_apart(bare, parts.grads_of, arguments, flow, adds=False)
+        apart_later = store_apart(bare, parts.grads_of, arguments, flow, adds=True)
+    # What the variants apart hold is no more, but for a gradient that `later` hands on.
     peaks = [
         peak_bytes(variant.graph.graph) - _created_bytes(variant, parts, arguments, flow)
         for variant in (first, later)
@@ -206,6 +211,8 @@ def _build_backward(
     code = BackwardCode(
         first=first,
         later=later,
+        apart_first=apart_first,
+        apart_later=apart_later,
         parameters=tuple(p for p in positions if p < num_parameters),
         constants=tuple(p - num_parameters for p in positions if num_parameters <= p < first_input),
         inputs=tuple(p - first_input for p in positions if p >= first_input),

@@ -1,12 +1,17 @@
 """Put parameter gradients into their chunks as soon as they exist.
 
-In: a backward graph that returns every gradient. Out: its two variants. Stored in place, a
-gradient need not be held to the end of the backward:
+In: a backward graph that returns every gradient. Out: its variants. Stored in place, a gradient
+need not be held to the end of the backward:
 
     first  sink = grad          a matmul writes its product there directly
            sink = sink + own    where later blocks have begun a tied parameter's gradient in it
     later  sink = sink + grad   for a tied parameter only by its first user; the others return the
                                 running sum
+
+Where a tied parameter is summed once a step, each block's own gradients go to a sink of its own:
+
+    apart  sink = own           in micro-batch 0
+           sink = sink + own    in later ones
 
 The additions are eager's own: a gradient that arrives as a root comes first, and a micro-batch's
 whole gradient is added to the sum of the earlier ones. An embedding's gradient touches few rows:
@@ -57,6 +62,26 @@ def store_later(
         roots=tuple(index for index, given in enumerate(flow.parameter_roots) if given),
         handed_on=handed_on,
     )
+
+
+def store_apart(
+    bare: fx.GraphModule,
+    grads_of: GradsOf,
+    arguments: BodyArguments,
+    flow: GradientFlow,
+    *,
+    adds: bool,
+) -> BackwardVariant:
+    """Make a variant in which a block sums its own gradients; `adds` after micro-batch 0."""
+    editor = _Editor(bare, grads_of, arguments, flow)
+    for slot, index in editor.parameter_slots:
+        editor.drop_root(slot, index)
+        if adds:
+            editor.add(slot, index)
+        else:
+            editor.write(slot, index)
+    sinks = tuple(index for _, index in editor.parameter_slots)
+    return editor.finish(sinks=sinks, roots=(), handed_on=())
 
 
 class _Editor:
@@ -153,6 +178,32 @@ class _Editor:
             self.graph.erase_node(own)
         self.results[slot] = summed
 
+    def drop_root(self, slot: int, index: int) -> None:
+        """Leave what later blocks have of a gradient out of it: the block's own part stays."""
+        root = self.roots.get(index)
+        if root is None:
+            return
+        if self.results[slot] is root:
+            sink = self._sink(index)
+            with self.graph.inserting_after(self.last_holder):
+                own = self.graph.call_function(_aten.zeros_like.default, (sink,))
+            own.meta = {"val": torch.empty_like(tensor_of(sink))}
+            self.results[slot] = own
+            return
+        for summed in list(root.users):
+            assert summed.target is _aten.add.Tensor, f"a root is used by {summed.target}"
+            left, right = summed.args[:2]
+            own = node_of(right if left is root else left)
+            if summed is not self.results[slot]:
+                # Something is added to the sum, perhaps in place: it stays a tensor of its own.
+                with self.graph.inserting_before(summed):
+                    copy = self.graph.call_function(_aten.clone.default, (own,))
+                copy.meta = dict(summed.meta)
+                own = copy
+            self.results = [own if result is summed else result for result in self.results]
+            summed.replace_all_uses_with(own)
+            self.graph.erase_node(summed)
+
     def finish(
         self,
         *,
@@ -186,6 +237,8 @@ class _Editor:
             self.graph.erase_node(own)
 
     def _sink(self, index: int) -> fx.Node:
+        if index in self.sinks:
+            return self.sinks[index]
         with self.graph.inserting_after(self.last_holder):
             holder = self.graph.placeholder(f"sink_{index}")
         holder.meta = {"val": self.arguments.parameters[index].detach()}

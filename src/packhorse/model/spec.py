@@ -138,6 +138,13 @@ class Model:
         """Number of scalars that are trained."""
         return sum(p.num_elements for p in self.parameters.values() if p.trainable)
 
+    @property
+    def summed_parameters(self) -> tuple[ParameterName, ...]:
+        """The trained parameters that several blocks use: their gradients are summed over these."""
+        return tuple(
+            name for name, p in self.parameters.items() if p.trainable and len(p.blocks) > 1
+        )
+
     def body_of(self, block: BlockId) -> Body:
         """The body of a block."""
         return self.bodies[self.blocks[block].body]

@@ -3,7 +3,9 @@
 A buffer's name says what it holds: `param/3` (a state of chunk 3), `value/h2@0` (a value of
 micro-batch 0), `dvalue/h2@0` (its gradient), `saved/2@0` (what block 2 saved for its backward),
 `wgrad/embed.weight@1` (the running gradient of a tied parameter, apart from its chunk from the
-second micro-batch on), `norm/3` (segment norms of chunk 3) and `norm` (the global norm).
+second micro-batch on), `wsum/embed.weight/0` (what block 0 adds to a tied parameter in a whole
+step, where each user is summed on its own), `norm/3` (segment norms of chunk 3) and `norm` (the
+global norm).
 """
 
 from __future__ import annotations
@@ -51,6 +53,11 @@ def tied_grad_id(parameter: str, microbatch: int) -> BufferId:
     In micro-batch 0 nothing is in the parameter's chunk yet, so the running sum is made there.
     """
     return BufferId(f"wgrad/{parameter}@{microbatch}")
+
+
+def tied_sum_id(parameter: str, block: int) -> BufferId:
+    """Name what one user of a tied parameter, not the last, has added up over the micro-batches."""
+    return BufferId(f"wsum/{parameter}/{block}")
 
 
 def norm_id(chunk: ChunkId) -> BufferId:

@@ -54,6 +54,7 @@ def fold_choices(plan: Plan) -> tuple[ChoiceGroup, ...]:
         _single("loss", loss_words, loss.because),
         _single("C heap", plan.heap.value, plan.heap.because),
         _single("chunk size", format_bytes(plan.chunk_bytes.value), plan.chunk_bytes.because),
+        _single("order", plan.order.value.replace("_", " "), plan.order.because),
         *_fold("activations", blocks, name_blocks),
         *_fold("parameters", {at: _pair(c.parameters) for at, c in chunks.items()}, name_chunks),
         *_fold("gradients", {at: _pair(c.gradients) for at, c in trained.items()}, name_chunks),

@@ -22,6 +22,7 @@ from packhorse.program.buffers import (
     saved_id,
     state_id,
     tied_grad_id,
+    tied_sum_id,
     value_grad_id,
     value_id,
 )
@@ -112,15 +113,42 @@ class BodyRunner:
             trim_heap()
         backward = code.backward
         assert backward is not None, f"block {block.name} has no backward"
-        variant = backward.first if task.microbatch == 0 else backward.later
-        arguments = self._backward_arguments(block, code, backward, variant, task, visible)
+        variant = _choose_variant(block, backward, task)
+        sums = self._find_sums(block, variant, task, visible)
+        arguments = self._backward_arguments(block, code, backward, variant, sums, task, visible)
         results = variant.graph(*arguments)
+        self._end_sums(block, sums, task)
         places = _input_names(block, code)
         names = [value_grad_id(places[i], task.microbatch) for i in backward.input_grads]
         names += [
             tied_grad_id(block.parameters[i], task.microbatch) for i in variant.parameter_grads
         ]
-        return {name: (tensor,) for name, tensor in zip(names, results, strict=True)}
+        written: dict[BufferId, Payload] = {
+            name: (tensor,) for name, tensor in zip(names, results, strict=True)
+        }
+        for index, tensor in sums.items():
+            written[tied_sum_id(block.parameters[index], block.id)] = (tensor,)
+        return written
+
+    def _find_sums(
+        self, block: Block, variant: BackwardVariant, task: Backward, visible: Visible
+    ) -> dict[int, Tensor]:
+        """The block's own sums of tied parameters, by index; the first micro-batch makes them."""
+        sums: dict[int, Tensor] = {}
+        for index in variant.sinks:
+            name = tied_sum_id(block.parameters[index], block.id)
+            if name in task.writes:
+                made = torch.empty_like(self._arguments[block.id].sinks[index])
+                sums[index] = _find(visible, name, block) if task.microbatch else made
+        return sums
+
+    def _end_sums(self, block: Block, sums: Mapping[int, Tensor], task: Backward) -> None:
+        """Add the sums to the chunks, if the task says so."""
+        own = self._arguments[block.id]
+        for index, tensor in sums.items():
+            if not set(own.grad_chunks[index]).isdisjoint(task.writes):
+                _require(own.grad_chunks[index], task.writes, block)
+                own.sinks[index].add_(tensor)
 
     def _has_large_parameter(self, block: Block) -> bool:
         return any(
@@ -152,6 +180,7 @@ class BodyRunner:
         code: BodyCode,
         backward: BackwardCode,
         variant: BackwardVariant,
+        sums: Mapping[int, Tensor],
         task: Backward,
         visible: Visible,
     ) -> list[Tensor]:
@@ -164,6 +193,8 @@ class BodyRunner:
         for index in backward.parameters:
             _require(own.param_chunks[index], task.reads, block)
         for index in variant.sinks:
+            if index in sums:
+                continue
             _require(own.grad_chunks[index], task.writes, block)
         constants = self._constants[block.id]
         return [
@@ -187,7 +218,7 @@ class BodyRunner:
                 _find(visible, tied_grad_id(block.parameters[i], microbatch), block)
                 for i in variant.parameter_roots
             ),
-            *(own.sinks[index] for index in variant.sinks),
+            *(sums.get(index, own.sinks[index]) for index in variant.sinks),
         ]
 
     def _noise(self, block: BlockId, code: BodyCode, key: NoiseKey) -> list[Tensor]:
@@ -196,6 +227,17 @@ class BodyRunner:
             draw_noise(noise, key, ordinal).to(self._device)
             for noise, ordinal in zip(code.noise, ordinals, strict=True)
         ]
+
+
+def _choose_variant(block: Block, backward: BackwardCode, task: Backward) -> BackwardVariant:
+    """Which variant a task means: that whose sums of tied parameters it declares."""
+    declared = {*task.reads, *task.writes}
+    if task.microbatch == 0:
+        sums = (tied_sum_id(name, block.id) for name in block.parameters)
+        return backward.first if declared.isdisjoint(sums) else backward.apart_first
+    handed = (*backward.later.parameter_roots, *backward.later.parameter_grads)
+    running = (tied_grad_id(block.parameters[index], task.microbatch) for index in handed)
+    return backward.apart_later if declared.isdisjoint(running) else backward.later
 
 
 def _input_names(block: Block, code: BodyCode) -> dict[int, ValueId]:

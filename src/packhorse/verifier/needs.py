@@ -1,7 +1,7 @@
 """What each task of a model must read and write, derived from model and layout alone.
 
-In: a model and a layout. Out: a `Needs` that gives the reads and writes of each kind of task as
-sets of names, and the bytes that each name stands for.
+In: a model, a layout, and how tied parameters are summed. Out: a `Needs` that gives the reads and
+writes of each kind of task as sets of names, and the bytes that each name stands for.
 
     F  reads   chunks of the block's parameters, its inputs
        writes  its outputs, and what it saves if it saves
@@ -13,8 +13,13 @@ sets of names, and the bytes that each name stands for.
                micro-batch 1 on, while an earlier block uses a parameter too, into the
                parameter's running gradient
 
+Where tied parameters are summed once a step, the last user of one adds to its chunk in every
+micro-batch; any other user adds to a sum of its own, and in the last micro-batch that goes to the
+chunk as well.
+
 What a Backward adds to is what an earlier Backward made: the gradient of a value by a later user,
-a running gradient by a later user, a chunk's gradient by any earlier Backward of the step.
+a running gradient by a later user, a sum of its own by its earlier micro-batches, a chunk's
+gradient by any earlier Backward of the step.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from packhorse.program.buffers import (
     saved_id,
     state_id,
     tied_grad_id,
+    tied_sum_id,
     value_grad_id,
     value_id,
 )
@@ -50,6 +56,10 @@ class BlockNeeds:
     `running_added` and `running_ended` are the tied parameters whose last, middle and first user
     the block is; `gradients` are the chunks that its Backward adds to, `tied_gradients` those that
     hold parameters whose running sum it begins or adds to: in micro-batch 0 that sum is in them.
+
+    Where tied parameters are summed once a step: `last_gradients` are the chunks of parameters that
+    it uses alone or last, `sums` its own sums of the others, whose chunks are `sum_gradients`.
+    `handed_bytes` are those of gradients that it makes of tied parameters as their last user.
     """
 
     parameters: frozenset[BufferId]
@@ -66,6 +76,10 @@ class BlockNeeds:
     running_ended: tuple[str, ...]
     gradients: frozenset[BufferId]
     tied_gradients: frozenset[BufferId]
+    last_gradients: frozenset[BufferId]
+    sums: frozenset[BufferId]
+    sum_gradients: frozenset[BufferId]
+    handed_bytes: int
 
     def gradients_at(self, microbatch: int) -> frozenset[BufferId]:
         """The chunks whose gradient its Backward of a micro-batch adds to."""
@@ -74,10 +88,30 @@ class BlockNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What all blocks need, and what is fed to the first ones."""
+    """What all blocks need, and what is fed to the first ones.
+
+    `last_summed` is the micro-batch in which the sums of a step's tied parameters are added, None
+    where they are summed in every micro-batch.
+    """
 
     blocks: tuple[BlockNeeds, ...]
     step_inputs: tuple[ValueId, ...]
+    last_summed: int | None
+
+    def gradients_at(self, block: int, microbatch: int) -> frozenset[BufferId]:
+        """The chunks whose gradient a Backward adds to."""
+        needs = self.blocks[block]
+        if self.last_summed is None:
+            return needs.gradients_at(microbatch)
+        if microbatch < self.last_summed:
+            return needs.last_gradients
+        return needs.last_gradients | needs.sum_gradients
+
+    def backward_workspace_bytes(self, block: int, microbatch: int) -> int:
+        """What a Backward holds beyond its body: gradients that it adds to chunks and drops."""
+        if self.last_summed is None or microbatch == 0:
+            return 0
+        return self.blocks[block].handed_bytes
 
     def forward_reads(self, block: int, microbatch: int) -> set[BufferId]:
         """What Forward and Recompute read."""
@@ -96,9 +130,11 @@ class Needs:
             *(value_id(value, microbatch) for value in needs.backward_values),
             *(value_grad_id(value, microbatch) for value in needs.value_grads_read),
             *(value_grad_id(value, microbatch) for value in needs.value_grads_added),
-            *(needs.gradients_at(microbatch) & begun),
+            *(self.gradients_at(block, microbatch) & begun),
         }
-        if microbatch > 0:
+        if self.last_summed is not None and microbatch > 0:
+            found |= needs.sums
+        elif microbatch > 0:
             running = (*needs.running_added, *needs.running_ended)
             found.update(tied_grad_id(name, microbatch) for name in running)
         if needs.saves:
@@ -110,16 +146,22 @@ class Needs:
         needs = self.blocks[block]
         found = {
             *(value_grad_id(value, microbatch) for value in needs.value_grads_written),
-            *needs.gradients_at(microbatch),
+            *self.gradients_at(block, microbatch),
         }
-        if microbatch > 0:
+        if self.last_summed is not None:
+            found |= needs.sums
+        elif microbatch > 0:
             running = (*needs.running_begun, *needs.running_added)
             found.update(tied_grad_id(name, microbatch) for name in running)
         return found
 
 
-def derive_needs(model: Model, layout: Layout) -> Needs:
-    """Derive what every block needs."""
+def derive_needs(model: Model, layout: Layout, *, last_summed: int | None = None) -> Needs:
+    """Derive what every block needs.
+
+    Args:
+        last_summed: the last micro-batch, where tied parameters are summed once a step.
+    """
     chunks = chunks_by_parameter(layout)
     flowing = _find_flowing(model)
     return Needs(
@@ -129,6 +171,7 @@ def derive_needs(model: Model, layout: Layout) -> Needs:
             for value in model.values.values()
             if value.producer is None and value.consumers
         ),
+        last_summed=last_summed,
     )
 
 
@@ -169,6 +212,11 @@ def derive_sizes(model: Model, layout: Layout, num_microbatches: int) -> Mapping
             if parameter.trainable and len(parameter.blocks) > 1:
                 name = tied_grad_id(parameter.name, microbatch)
                 sizes[name] = parameter.num_elements * ITEM_BYTES[parameter.dtype]
+    for parameter in model.parameters.values():
+        if parameter.trainable:
+            sum_bytes = parameter.num_elements * ITEM_BYTES[layout.dtypes["grad"]]
+            for block in parameter.blocks[:-1]:
+                sizes[tied_sum_id(parameter.name, block)] = sum_bytes
     return sizes
 
 
@@ -218,10 +266,22 @@ def _derive_block(
     ended: list[str] = []
     gradients: set[BufferId] = set()
     tied: set[BufferId] = set()
+    last: set[BufferId] = set()
+    summed: set[BufferId] = set()
+    sums: set[BufferId] = set()
+    handed_bytes = 0
     for name in dict.fromkeys(block.parameters):
-        users = model.parameters[name].blocks
-        if not model.parameters[name].trainable:
+        parameter = model.parameters[name]
+        users = parameter.blocks
+        if not parameter.trainable:
             continue
+        if block.id == users[-1]:
+            last.update(state_id("grad", chunk) for chunk in chunks[name])
+            if block.id != users[0]:
+                handed_bytes += parameter.num_elements * ITEM_BYTES[parameter.dtype]
+        else:
+            summed.update(state_id("grad", chunk) for chunk in chunks[name])
+            sums.add(tied_sum_id(name, block.id))
         if block.id == users[0]:
             gradients.update(state_id("grad", chunk) for chunk in chunks[name])
             if len(users) > 1:
@@ -251,6 +311,10 @@ def _derive_block(
         running_ended=tuple(ended),
         gradients=frozenset(gradients),
         tied_gradients=frozenset(tied),
+        last_gradients=frozenset(last),
+        sums=frozenset(sums),
+        sum_gradients=frozenset(summed),
+        handed_bytes=handed_bytes,
     )
 
 

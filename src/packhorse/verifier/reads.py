@@ -3,7 +3,8 @@
 Only what is declared is there when a body runs, so a missing name would fail and one too many
 would hold memory for nothing. Also: a task has the workspace that its body needs, and every
 buffer the bytes that the model gives it. Which states an update has is read off the program:
-those of the chunk that have a home.
+those of the chunk that have a home. So is how tied parameters are summed: once a step, if the
+program has a sum of that kind.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from packhorse.program.buffers import (
     norm_id,
     saved_id,
     state_id,
+    tied_sum_id,
     value_id,
 )
 from packhorse.program.program import Program
@@ -54,7 +56,7 @@ def check_reads(outline: Outline) -> None:
     if model is None:
         return
     _check_sizes(program, model)
-    needs = derive_needs(model, program.layout)
+    needs = derive_needs(model, program.layout, last_summed=_find_last_summed(program, model))
     begun: set[BufferId] = set()
     for index, task in enumerate(program.tasks):
         match task:
@@ -79,9 +81,10 @@ def check_reads(outline: Outline) -> None:
                 _compare(
                     program, index, "write", task.writes, needs.backward_writes(block, microbatch)
                 )
-                begun |= needs.blocks[block].gradients_at(microbatch)
+                begun |= needs.gradients_at(block, microbatch)
                 body = model.body_of(model.blocks[block].id)
-                _check_workspace(program, index, body.backward_workspace_bytes)
+                more_bytes = needs.backward_workspace_bytes(block, microbatch)
+                _check_workspace(program, index, body.backward_workspace_bytes + more_bytes)
             case SegmentNorm(chunk=chunk):
                 _compare(program, index, "read", task.reads, {state_id("grad", chunk)})
                 _compare(program, index, "write", task.writes, {norm_id(chunk)})
@@ -90,6 +93,16 @@ def check_reads(outline: Outline) -> None:
                 norms = {norm_id(chunk) for chunk in outline.segment_norms}
                 _compare(program, index, "read", task.reads, norms)
                 _compare(program, index, "write", task.writes, {NORM})
+
+
+def _find_last_summed(program: Program, model: Model) -> int | None:
+    sums = (
+        tied_sum_id(name, block)
+        for name in model.summed_parameters
+        for block in model.parameters[name].blocks
+    )
+    found = any(name in program.buffers for name in sums)
+    return program.num_microbatches - 1 if found else None
 
 
 def _check_forward(program: Program, model: Model, needs: Needs, index: int, task: Forward) -> None:
