@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse.errors import FileFormatError, MismatchError
+from packhorse.machine.spec import Drive
 from packhorse.plan.files import format_plan, parse_plan, read_plan
 from packhorse.plan.identity import check_plan
 from packhorse.plan.spec import (
@@ -27,6 +28,19 @@ from tests.support.models import make_model, make_plan
 TEXT = st.text(max_size=30)
 COUNT = st.integers(1, 10**6)
 SIZE = st.integers(0, 10**13)
+RATE = st.floats(1e-3, 1e15)
+DRIVES = st.builds(
+    Drive,
+    path=TEXT,
+    budget_bytes=SIZE,
+    read_bytes_per_s=RATE,
+    write_bytes_per_s=RATE,
+    measured_bytes=SIZE,
+    direct=st.booleans(),
+    block_bytes=SIZE,
+    num_threads=COUNT,
+    huge_pages=st.booleans(),
+)
 TIER = st.sampled_from(["device", "host", "disk"])
 
 
@@ -108,6 +122,7 @@ def plans():
             bottleneck=TEXT,
         ),
         scratch=st.none() | TEXT,
+        drives=st.lists(DRIVES, max_size=2).map(tuple),
         stride=choices(st.integers(0, 9)),
     )
 

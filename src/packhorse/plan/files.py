@@ -9,11 +9,12 @@ unit (`22GiB`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final, TypeVar
 
 from packhorse.errors import FileFormatError
-from packhorse.machine.spec import TierName
+from packhorse.machine.spec import Drive, TierName
 from packhorse.notation import NotationError, parse_notation
 from packhorse.plan.fields import Fields, as_mapping, parse_piece
 from packhorse.plan.spec import (
@@ -131,6 +132,7 @@ def _plan_to_json(plan: Plan) -> dict[str, object]:
         "machine": plan.machine,
         "length": plan.length,
         "scratch": plan.scratch,
+        "drives": [asdict(drive) for drive in plan.drives],
         "budget_bytes": {t: format_exact_bytes(b) for t, b in plan.budget_bytes.items()},
         "base_bytes": plan.base_bytes,
         "numerics": {
@@ -216,10 +218,29 @@ def _read_plan(fields: Fields) -> Plan:
         pins=fields.texts("pins"),
         prediction=_read_prediction(fields) if fields.has_value("prediction") else None,
         scratch=fields.text("scratch") if fields.has_value("scratch") else None,
+        drives=tuple(_read_drive(drive) for drive in fields.sections("drives"))
+        if "drives" in fields
+        else (),
         order=fields.choice_of("order", ORDERS) if "order" in fields else DEPTH_FIRST,
         stride=fields.choice_of_count("stride", least=0) if "stride" in fields else NO_STRIDE,
         durable=fields.choice_of_count_or_off("durable") if "durable" in fields else NOT_DURABLE,
     )
+
+
+def _read_drive(fields: Fields) -> Drive:
+    drive = Drive(
+        path=fields.text("path"),
+        budget_bytes=fields.size("budget_bytes"),
+        read_bytes_per_s=fields.number("read_bytes_per_s"),
+        write_bytes_per_s=fields.number("write_bytes_per_s"),
+        measured_bytes=fields.size("measured_bytes"),
+        direct=fields.flag("direct"),
+        block_bytes=fields.size("block_bytes"),
+        num_threads=fields.count("num_threads", least=1),
+        huge_pages=fields.flag("huge_pages"),
+    )
+    fields.finish()
+    return drive
 
 
 def _read_numerics(fields: Fields) -> Numerics:

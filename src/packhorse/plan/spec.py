@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
-from packhorse.machine.spec import TierName
+from packhorse.machine.spec import Drive, TierName
 
 T = TypeVar("T")
 ActivationChoice = Literal["keep", "recompute"]
@@ -138,7 +138,8 @@ class Plan:
     all go through a block before the next block. `budget_bytes` is what each tier may use;
     `heap_slack` is the share that a kept heap is given above its live bytes; `pins` names the
     choices that a person fixed. `scratch` is the folder of the disk tier that it was made for, None
-    if that is unknown or elsewhere. `stride` is 0 when each chunk is updated in its own tier, 1
+    if that is unknown or elsewhere, and `drives` all of its folders as the machine measured them.
+    `stride` is 0 when each chunk is updated in its own tier, 1
     when all are in the device, else every `stride`-th of those that may be updated in the host
     visits the device.
     Every so many steps as `durable` says the state is kept in the scratch folder, so that a run
@@ -161,6 +162,7 @@ class Plan:
     pins: tuple[str, ...]
     prediction: Prediction | None
     scratch: str | None = None
+    drives: tuple[Drive, ...] = ()
     order: Choice[Order] = DEPTH_FIRST
     stride: Choice[int] = NO_STRIDE
     durable: Choice[Durable] = NOT_DURABLE

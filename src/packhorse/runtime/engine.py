@@ -40,6 +40,7 @@ from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.payloads import Payloads
 from packhorse.runtime.tiers import ChunkTiers
 from packhorse.storage.kept_state import KeptState
+from packhorse.storage.scratch_space import Scratch
 from packhorse.timeline.spec import Timeline
 
 
@@ -97,7 +98,7 @@ class Engine:
         proofs: the verifier's proof of each program.
         max_grad_norm: None when the plan does not clip.
         seed: of the dropout noise.
-        scratch: folder of the disk tier.
+        scratch: folder of the disk tier, or all of them and how their bytes move.
         keeping: how finished steps are kept; None: they are not.
         resumed: kept state that this engine goes on from.
         num_threads: intra-op threads of the compute lane.
@@ -120,7 +121,7 @@ class Engine:
         optimizer: Optimizer,
         max_grad_norm: float | None,
         seed: int,
-        scratch: Path | None,
+        scratch: Path | Scratch | None,
         num_threads: int,
         heap: Literal["keep", "map"],
         device: str = "cpu",

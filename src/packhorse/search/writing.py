@@ -53,7 +53,12 @@ def write_plan(
     candidate = setting.candidate
     prediction = predict_plan(plan, candidate.model, candidate.profile, problem.machine)
     disk = problem.machine.tier("disk")
-    return replace(plan, prediction=prediction, scratch=None if disk is None else disk.path)
+    return replace(
+        plan,
+        prediction=prediction,
+        scratch=None if disk is None else disk.path,
+        drives=() if disk is None else disk.drives,
+    )
 
 
 def prove_plan(plan: Plan, model: Model) -> None:

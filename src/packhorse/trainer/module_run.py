@@ -27,6 +27,7 @@ from packhorse.optim.optimizers import AdamW, Optimizer
 from packhorse.plan.spec import Plan
 from packhorse.program.program import ProgramKind
 from packhorse.runtime.engine import StepResult
+from packhorse.runtime.scratch import choose_scratch
 from packhorse.timeline.spec import Timeline
 from packhorse.trainer.candidates import TracingRequest, trace_plan
 from packhorse.trainer.counting import Denominators, make_denominators, watch_loss
@@ -49,7 +50,7 @@ class Run:
         weights: a Hugging Face folder to stream the weights from; by default the module's own.
         max_grad_norm: clip gradients to this global norm; None exactly when the plan does not.
         seed: of dropout.
-        scratch: folder of the disk tier; by default the one that the plan was made with.
+        scratch: folder of the disk tier; by default those that the plan was made with.
         audit: check every task against what it declares (slow).
 
     The model is traced when the first batch comes; the errors of `Session` come then.
@@ -73,7 +74,7 @@ class Run:
         self._folder = None if weights is None else Path(weights)
         self._max_grad_norm = max_grad_norm
         self._seed = seed
-        self._scratch = Path(scratch or plan.scratch or DEFAULT_SCRATCH)
+        self._scratch = choose_scratch(scratch, plan.drives, plan.scratch or DEFAULT_SCRATCH)
         self._audit = audit
         self._learning_rate = self._optimizer.lr
         self._step = 0

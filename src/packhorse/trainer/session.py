@@ -27,6 +27,7 @@ from packhorse.plan.spec import Plan
 from packhorse.program.buffers import Layout
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.engine import Engine, ParameterPiece, StepResult
+from packhorse.storage.scratch_space import Scratch
 from packhorse.trainer.weights import WeightSource
 from packhorse.verifier.rules import verify_program
 
@@ -40,7 +41,8 @@ class Session:
     Args:
         max_grad_norm: None exactly when the plan does not clip.
         seed: of dropout.
-        scratch: folder of the disk tier; None where the plan uses no disk.
+        scratch: folder of the disk tier, or all of them and how their bytes move; None where the
+            plan uses no disk.
         audit: check every task against what it declares (slow).
 
     Raises:
@@ -58,7 +60,7 @@ class Session:
         optimizer: Optimizer,
         max_grad_norm: float | None,
         seed: int,
-        scratch: Path | None,
+        scratch: Path | Scratch | None,
         audit: bool = False,
     ) -> None:
         check_plan(plan, traced.model)

@@ -31,6 +31,7 @@ from packhorse.plan.files import PLAN_NAME, format_plan
 from packhorse.plan.spec import Plan
 from packhorse.runtime.engine import StepResult
 from packhorse.runtime.memory.heap import trim_heap
+from packhorse.runtime.scratch import find_scratch
 from packhorse.timeline.files import format_timeline
 from packhorse.timeline.spec import Timeline
 from packhorse.trainer.frozen_values import SavedWeights, ValueSource
@@ -86,7 +87,7 @@ def train(
     Args:
         prepared: from `prepare_run`.
         plan: for this model, batch and machine.
-        machine: its disk tier names the scratch folder.
+        machine: its disk tier names the scratch folders, and how their bytes move.
         traced: the model as the plan says; traced here when absent.
         predicted: what the plan promises of a step, for the run folder.
         resume: where to begin.
@@ -112,7 +113,6 @@ def train(
         reporters = open_reporters(recipe)
         for reporter in reporters:
             stack.callback(reporter.close)
-        disk = machine.tier("disk")
         session = stack.enter_context(
             Session(
                 trace_for_plan(prepared, plan) if traced is None else traced,
@@ -120,7 +120,7 @@ def train(
                 optimizer=prepared.optimizer,
                 max_grad_norm=recipe.max_grad_norm,
                 seed=recipe.seed,
-                scratch=None if disk is None or disk.path is None else Path(disk.path),
+                scratch=find_scratch(machine.tier("disk")),
                 audit=audit,
             )
         )

@@ -1,0 +1,65 @@
+"""The folders of a machine's disk tier become scratch files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from packhorse.machine.catalogue import load_known_machine
+from packhorse.machine.spec import Drive, Tier
+from packhorse.runtime.scratch import choose_scratch, find_scratch
+from packhorse.storage.scratch_space import Scratch, ScratchPart, make_scratch
+from packhorse.units import MIB
+
+FAST = Drive(
+    path="fast",
+    budget_bytes=100 * MIB,
+    read_bytes_per_s=3e9,
+    write_bytes_per_s=3e9,
+    measured_bytes=MIB,
+    direct=True,
+    block_bytes=2 * MIB,
+    num_threads=2,
+    huge_pages=True,
+)
+SLOW = replace(
+    FAST,
+    path="slow",
+    read_bytes_per_s=1e9,
+    write_bytes_per_s=1e9,
+    direct=False,
+    num_threads=1,
+    huge_pages=False,
+)
+
+
+def disk(*drives: Drive) -> Tier:
+    tier = load_known_machine("laptop-16gb").tier("disk")
+    assert tier is not None
+    return replace(tier, drives=drives)
+
+
+def test_drives_are_used_as_they_were_measured() -> None:
+    assert find_scratch(disk(FAST, SLOW)) == Scratch(
+        parts=(
+            ScratchPart(
+                folder=Path("fast"), units=12, direct=True, block_bytes=2 * MIB, num_threads=2
+            ),
+            ScratchPart(
+                folder=Path("slow"), units=4, direct=False, block_bytes=2 * MIB, num_threads=1
+            ),
+        ),
+        huge_pages=False,
+    )
+
+
+def test_folders_that_nobody_measured_are_used_in_the_usual_way() -> None:
+    assert find_scratch(None) is None
+    assert find_scratch(replace(disk(), path=None)) is None
+    assert find_scratch(disk()) == make_scratch(Path("scratch"))
+
+
+def test_a_folder_that_is_named_wins() -> None:
+    assert choose_scratch("mine", (FAST,), "other") == make_scratch(Path("mine"))
+    assert choose_scratch(None, (), "other") == make_scratch(Path("other"))
+    assert choose_scratch(None, (FAST,), "other").parts[0].folder == Path("fast")
