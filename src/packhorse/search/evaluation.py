@@ -5,7 +5,8 @@ run one after another, so the step is the sum of their durations, as in the simu
 lanes on one worker.
 
 Steps with many micro-batches are looked at with three: from the second one on they are all alike,
-so the middle one stands for the rest, in time and in memory.
+so the middle one stands for the rest, in time and in memory. Where all go through a block before
+the next block each of them takes room of its own: such a step is looked at whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final
 from packhorse.compiler.lower import lower_plan
 from packhorse.compiler.peak import peak_of
 from packhorse.machine.spec import Machine, TierName
-from packhorse.plan.spec import Plan
+from packhorse.plan.spec import Order, Plan
 from packhorse.program.program import Program, ProgramKind
 from packhorse.program.tasks import Feed, Task
 from packhorse.search.space import Problem, Setting, build_plan
@@ -103,10 +104,25 @@ class Evaluator:
         return self._needs[key]
 
 
+def lies_away(evaluation: Evaluation) -> bool:
+    """Whether any state of a chunk lies outside the device."""
+    setting = evaluation.setting
+    moved = any(
+        taken and move.kind != "recompute"
+        for taken, move in zip(evaluation.taken, setting.moves, strict=True)
+    )
+    return moved or any(tier != "device" for tiers in setting.tiers.values() for tier in tiers)
+
+
 def short_plan(problem: Problem, setting: Setting, taken: Sequence[bool]) -> Plan:
-    """The plan of a state with at most `MODEL_MICROBATCHES` micro-batches and no limits."""
-    count = min(setting.num_microbatches, MODEL_MICROBATCHES)
+    """The plan of a state without limits and with no more micro-batches than tell its step."""
+    count = count_modelled(setting.order, setting.num_microbatches)
     return build_plan(problem, setting, taken, num_microbatches=count)
+
+
+def count_modelled(order: Order, num_microbatches: int) -> int:
+    """How many micro-batches tell the memory and time of a step; see the module."""
+    return num_microbatches if order == "layered" else min(num_microbatches, MODEL_MICROBATCHES)
 
 
 def costs_of(problem: Problem, setting: Setting, program: Program) -> TaskCosts:
@@ -156,10 +172,10 @@ def weights_of(tasks: Sequence[Task], num_microbatches: int) -> list[int]:
     """How many times each task of a shortened step stands for one of the whole step.
 
     The tasks from the second micro-batch's Feed to the third's stand for all micro-batches but
-    the first and the last.
+    the first and the last; in a step that is not shortened each stands for itself.
     """
     weights: list[int] = []
-    more = max(num_microbatches - MODEL_MICROBATCHES, 0)
+    more = num_microbatches - sum(isinstance(task, Feed) for task in tasks)
     weight = 1
     for task in tasks:
         if isinstance(task, Feed):

@@ -18,7 +18,7 @@ from packhorse.plan.spec import Plan, Prediction
 from packhorse.profile.spec import Profile
 from packhorse.program.program import Program
 from packhorse.program.tasks import Copy, Task
-from packhorse.search.evaluation import MODEL_MICROBATCHES, weights_of
+from packhorse.search.evaluation import MODEL_MICROBATCHES, count_modelled, weights_of
 from packhorse.search.peaks import explain_peaks
 from packhorse.search.space import AWAY, UNLIMITED_BYTES
 from packhorse.simulator.costs import TaskCosts
@@ -39,7 +39,7 @@ def predict_plan(plan: Plan, model: Model, profile: Profile, machine: Machine) -
     count = plan.numerics.num_microbatches
     short = replace(
         _without_limits(plan),
-        numerics=replace(plan.numerics, num_microbatches=min(count, MODEL_MICROBATCHES)),
+        numerics=replace(plan.numerics, num_microbatches=count_modelled(plan.order.value, count)),
     )
     program = lower_plan(short, model, "train_step")
     costs = TaskCosts(
@@ -76,18 +76,26 @@ def predict_evaluation_ns(
     Raises:
         MismatchError: the plan or profile belongs to another model.
     """
-    program = lower_plan(
-        _without_limits(plan),
-        model,
-        "evaluate",
-        eval_microbatches=min(num_microbatches, MODEL_MICROBATCHES),
-    )
-    costs = TaskCosts(
-        machine=machine, profile=profile, model=model, program=program, heap=plan.heap.value
-    )
-    weights = weights_of(program.tasks, num_microbatches)
-    timeline = simulate_program(program, costs=costs)
-    return sum(span.duration_ns * weights[span.index] for span in timeline.spans)
+
+    def time_ns(count: int) -> int:
+        program = lower_plan(_without_limits(plan), model, "evaluate", eval_microbatches=count)
+        costs = TaskCosts(
+            machine=machine, profile=profile, model=model, program=program, heap=plan.heap.value
+        )
+        weights = weights_of(program.tasks, num_microbatches if short else count)
+        timeline = simulate_program(program, costs=costs)
+        return sum(span.duration_ns * weights[span.index] for span in timeline.spans)
+
+    short = plan.order.value == "depth_first"
+    if short:
+        return time_ns(min(num_microbatches, MODEL_MICROBATCHES))
+    # In layers a round of micro-batches goes through all blocks before the next; they are alike.
+    together = plan.numerics.num_microbatches
+    num_rounds, rest = divmod(num_microbatches, together)
+    if num_rounds < 2:
+        return time_ns(num_microbatches)
+    more_ns = time_ns(2 * together) - time_ns(together)
+    return time_ns(together + rest) + (num_rounds - 1) * more_ns
 
 
 def _without_limits(plan: Plan) -> Plan:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from packhorse.machine.spec import TierName
-from packhorse.search.evaluation import Evaluation
+from packhorse.search.evaluation import Evaluation, lies_away
 from packhorse.search.sketch import Sketch
 from packhorse.search.space import Problem
 from packhorse.units import format_bytes, format_ns, format_percent
@@ -38,6 +38,8 @@ class Reasons:
                 if kind in self.problem.pins.names:
                     return "pinned"
                 return self._scalar(kind)
+            case "order":
+                return "pinned" if "order" in self.problem.pins.names else self._order(value)
             case "heap":
                 return "pinned" if "heap" in self.problem.pins.names else self._heap(value)
             case "recompute":
@@ -76,6 +78,23 @@ class Reasons:
             f"what is freed serves chunks at once; costs {format_percent(heap.map_cost)} of "
             "compute, and keeping would leave less room than that buys"
         )
+
+    def _order(self, value: str) -> str:
+        setting = self.evaluation.setting
+        count = setting.num_microbatches
+        step = format_ns(self.evaluation.step_ns)
+        if value == "layered":
+            return (
+                f"what a block needs is brought once for all {count} micro-batches: {step} a step"
+            )
+        if count == 1:
+            return "one micro-batch: both orders are the same"
+        if not lies_away(self.evaluation):
+            return "nothing lies away, so nothing would be brought less often"
+        tied = setting.model.summed_parameters
+        if tied and self.problem.arithmetic.tied_sum == "per_microbatch":
+            return f"{tied[0]} is tied: layers need tied_sum: per_step, which changes numbers"
+        return f"the fastest that fits, {step} a step: layers hold all micro-batches at once"
 
     def _activations(self, index: int, value: str) -> str:
         setting = self.evaluation.setting

@@ -8,6 +8,7 @@ choice and a prediction from its own program, or an error with the smallest budg
         sketch it; choose moves by the knapsack; lower, replay and cost that state
         while it does not fit after all: choose again with a smaller budget
     improve the best by single exchanges of moves, each lowered and replayed
+    where something lies away from the device: all of this again with micro-batches in layers
     check all programs of the plan (step, evaluation, load, save) by the verifier
 
 The knapsack and the sketch are only guides: what is promised comes from the lowered program. No
@@ -22,9 +23,9 @@ from typing import Final
 from packhorse.machine.spec import Machine
 from packhorse.plan.pins import Pins
 from packhorse.plan.spec import OptimizerPlan, Plan
-from packhorse.search.evaluation import Evaluation, Evaluator
+from packhorse.search.evaluation import Evaluation, Evaluator, lies_away
 from packhorse.search.knapsack import FINE_GAP, ROUGH_GAP, choose_moves
-from packhorse.search.settings import list_settings
+from packhorse.search.settings import list_layered, list_settings
 from packhorse.search.sketch import Sketch, Sketches
 from packhorse.search.smallest import find_smallest, refuse
 from packhorse.search.space import Arithmetic, Candidate, Problem, Setting
@@ -70,11 +71,19 @@ def find_plan(
     sketches = Sketches(evaluator)
     settings = list_settings(problem, candidates)
     best = _find_best(evaluator, sketches, settings)
+    if best is None or lies_away(best):
+        # What is brought for every micro-batch may be brought once for all of them.
+        layered = _find_best(evaluator, sketches, list_layered(problem, settings))
+        best = min((e for e in (best, layered) if e is not None), key=_step_ns, default=None)
     if best is None:
         best = find_smallest(evaluator, sketches, settings)
         if not _fits_all(evaluator, best):
             raise refuse(evaluator, best)
     return write_plan(evaluator, sketches, best, budget_bytes=evaluator.budget_bytes)
+
+
+def _step_ns(evaluation: Evaluation) -> int:
+    return evaluation.step_ns
 
 
 def _find_best(

@@ -7,6 +7,7 @@ every heap mode and a few chunk lengths, unless they are pinned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from packhorse.errors import RecipeError
 from packhorse.plan.spec import HeapMode
@@ -19,6 +20,10 @@ from packhorse.search.space import (
     find_away_tiers,
     make_setting,
 )
+
+# All of a layered step is lowered, because its memory grows with each micro-batch: more runs of
+# blocks than this take too long to try again and again. A pin of the order has no such limit.
+MOST_LAYERED_RUNS: Final = 1024
 
 
 def list_settings(problem: Problem, candidates: Sequence[Candidate]) -> tuple[Setting, ...]:
@@ -35,11 +40,38 @@ def list_settings(problem: Problem, candidates: Sequence[Candidate]) -> tuple[Se
     if problem.pins.heap is not None:
         heaps = (problem.pins.heap,)
     lengths = Lengths(problem)
+    order = problem.pins.order or "depth_first"
     return tuple(
-        make_setting(problem, candidate, heap=heap, chunk_bytes=chunk_bytes)
+        make_setting(problem, candidate, heap=heap, chunk_bytes=chunk_bytes, order=order)
         for candidate, chosen in [(each, lengths.choose(each)) for each in usable]
         for heap in heaps
         for chunk_bytes in chosen
+    )
+
+
+def list_layered(problem: Problem, settings: Iterable[Setting]) -> tuple[Setting, ...]:
+    """The same settings with all micro-batches going through a block before the next block.
+
+    Those where that is another order, changes no number, and is not too long to look at.
+    """
+    pins = problem.pins
+    if pins.order is not None or (pins.gradients and not problem.optimizer.clips):
+        return ()
+    return tuple(
+        make_setting(problem, s.candidate, heap=s.heap, chunk_bytes=s.chunk_bytes, order="layered")
+        for s in settings
+        if s.num_microbatches > 1
+        and s.num_microbatches * len(s.model.blocks) <= MOST_LAYERED_RUNS
+        and _may_go_in_layers(problem, s.candidate)
+    )
+
+
+def _may_go_in_layers(problem: Problem, candidate: Candidate) -> bool:
+    # Sums of tied gradients that are eager's need one micro-batch after another.
+    return (
+        candidate.model.rows == problem.global_batch_rows
+        or problem.arithmetic.tied_sum == "per_step"
+        or not candidate.model.summed_parameters
     )
 
 
@@ -78,6 +110,17 @@ def _filter(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate
                 fix=f"pin one of {_join(sorted(map(str, known)))}, or leave it out",
             )
         cuts = fit
+    if pins.order == "layered":
+        fit = [candidate for candidate in cuts if _may_go_in_layers(problem, candidate)]
+        if not fit:
+            tied = cuts[0].model.summed_parameters[0]
+            raise RecipeError(
+                f"order is pinned to layered, but {tied} is used by several blocks and its "
+                "gradient is summed micro-batch by micro-batch",
+                where="recipe: plan.order",
+                fix="pin tied_sum: per_step too (other numbers in the last bits), or no order",
+            )
+        cuts = fit
     return cuts
 
 
@@ -95,10 +138,10 @@ def _check_pins(problem: Problem, candidates: Sequence[Candidate]) -> None:
                     fix=f"pin to {_join(there)}, or grant a budget for {tier}",
                 )
     is_whole = all(c.model.rows == problem.global_batch_rows for c in candidates)
-    if pins.gradients and is_whole and not problem.optimizer.clips:
+    if pins.gradients and (is_whole or pins.order == "layered") and not problem.optimizer.clips:
         raise RecipeError(
             "gradients are pinned to a tier, but none is kept: without clipping and with one "
-            "micro-batch each is used up where it arises",
+            "micro-batch, or all of them in layers, each is used up where it arises",
             where="recipe: plan.gradients",
             fix="leave it out",
         )

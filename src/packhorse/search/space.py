@@ -25,7 +25,9 @@ from packhorse.plan.spec import (
     HeapMode,
     Numerics,
     OptimizerPlan,
+    Order,
     Plan,
+    TiedSum,
 )
 from packhorse.profile.spec import Profile
 
@@ -48,7 +50,7 @@ class Arithmetic:
     """The numerics that the search does not choose; see `Numerics`."""
 
     compute_dtype: str
-    tied_sum: Literal["per_microbatch", "per_step"]
+    tied_sum: TiedSum
     attention: Literal["causal", "eager", "native"]
     num_threads: int
     device: str
@@ -75,6 +77,7 @@ class Setting:
 
     candidate: Candidate
     num_microbatches: int
+    order: Order
     heap: HeapMode
     heap_slack: float
     chunk_bytes: int
@@ -106,7 +109,12 @@ Reason = Callable[[str, int, str], str]
 
 
 def make_setting(
-    problem: Problem, candidate: Candidate, *, heap: HeapMode, chunk_bytes: int
+    problem: Problem,
+    candidate: Candidate,
+    *,
+    heap: HeapMode,
+    chunk_bytes: int,
+    order: Order = "depth_first",
 ) -> Setting:
     """Make a setting with its fastest start and its moves.
 
@@ -124,7 +132,7 @@ def make_setting(
         start: list[TierName] = []
         for index, chunk in enumerate(chunks):
             tier = pins.tier_of(state, chunk.pieces)
-            movable = _can_move(problem, chunk, state, num_microbatches)
+            movable = _can_move(problem, chunk, state, num_microbatches, order)
             if tier is not None and movable:
                 pinned.add((state, index))
             elif movable:
@@ -145,6 +153,7 @@ def make_setting(
     return Setting(
         candidate=candidate,
         num_microbatches=num_microbatches,
+        order=order,
         heap=heap,
         heap_slack=problem.machine.heap.keep_slack if heap == "keep" else 0.0,
         chunk_bytes=chunk_bytes,
@@ -254,17 +263,22 @@ def build_plan(
         ),
         pins=problem.pins.names,
         prediction=None,
+        order=Choice(value=setting.order, because=reason("order", 0, setting.order)),
         stride=NO_STRIDE if stride is None else Choice(value=stride, because="pinned"),
     )
     return plan if budget_bytes is None else replace(plan, budget_bytes=dict(budget_bytes))
 
 
-def _can_move(problem: Problem, chunk: ProposedChunk, state: State, num_microbatches: int) -> bool:
+def _can_move(
+    problem: Problem, chunk: ProposedChunk, state: State, num_microbatches: int, order: Order
+) -> bool:
     match state:
         case "parameters":
             return True
         case "gradients":
-            # Without clipping, and with one micro-batch, a gradient is used up where it arises.
-            return chunk.trainable and (problem.optimizer.clips or num_microbatches > 1)
+            # Without clipping, a gradient is used up where it arises if all micro-batches go
+            # through its block together, or there is only one.
+            waits = num_microbatches > 1 and order == "depth_first"
+            return chunk.trainable and (problem.optimizer.clips or waits)
         case "optimizer":
             return chunk.trainable and bool(problem.optimizer.states or problem.optimizer.master)

@@ -15,7 +15,7 @@ from packhorse.machine.spec import TierName
 from packhorse.model.spec import Model
 from packhorse.plan.spec import Plan
 from packhorse.program.program import ProgramKind
-from packhorse.search.evaluation import MODEL_MICROBATCHES, Evaluation, Evaluator
+from packhorse.search.evaluation import Evaluation, Evaluator, count_modelled
 from packhorse.search.prediction import predict_plan
 from packhorse.search.reasons import Reasons
 from packhorse.search.sketch import Sketches
@@ -67,7 +67,7 @@ def prove_plan(plan: Plan, model: Model) -> None:
     Raises:
         RuleError: a program breaks a rule, for example the capacity of a tier.
     """
-    count = min(plan.numerics.num_microbatches, MODEL_MICROBATCHES)
+    count = count_modelled(plan.order.value, plan.numerics.num_microbatches)
     short = replace(plan, numerics=replace(plan.numerics, num_microbatches=count))
     for kind in KINDS:
         verify_program(lower_plan(short, model, kind), model)
