@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from subjects import find_subject
+
+from bench.planned import PLACES, train_by_plan
+from bench.reference import find_differences, train_plainly
+from bench.zoo import ZOO, build_model, make_steps
 from packhorse.machine.catalogue import load_known_machine
 from packhorse.machine.spec import Drive, Tier
 from packhorse.runtime.scratch import choose_scratch, find_scratch
@@ -63,3 +68,18 @@ def test_a_folder_that_is_named_wins() -> None:
     assert choose_scratch("mine", (FAST,), "other") == make_scratch(Path("mine"))
     assert choose_scratch(None, (), "other") == make_scratch(Path("other"))
     assert choose_scratch(None, (FAST,), "other").parts[0].folder == Path("fast")
+
+
+def test_a_run_over_two_folders_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
+    entry = ZOO["weave"]
+    steps = make_steps(entry, num_steps=3, num_microbatches=2)
+    subject = find_subject("weave")
+    plain = train_plainly(build_model(entry), subject.optimizer, steps, max_grad_norm=1.0)
+    drives = (
+        replace(FAST, path=str(tmp_path / "a"), num_threads=2),
+        replace(SLOW, path=str(tmp_path / "b")),
+    )
+    scratch = choose_scratch(None, drives, "nowhere")
+    curve = train_by_plan(subject, PLACES["all on disk"], steps, max_grad_norm=1.0, scratch=scratch)
+    assert find_differences(plain, curve) == ()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
