@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 from subjects import find_subject
 
 from bench.planned import PLACES, train_by_plan
@@ -13,6 +15,8 @@ from bench.zoo import ZOO, build_model, make_steps
 from packhorse.machine.catalogue import load_known_machine
 from packhorse.machine.spec import Drive, Tier
 from packhorse.runtime.scratch import choose_scratch, find_scratch
+from packhorse.storage import scratch_space, striped_file, stripes
+from packhorse.storage.scratch_file import ScratchFile, create_scratch_file
 from packhorse.storage.scratch_space import Scratch, ScratchPart, make_scratch
 from packhorse.units import MIB
 
@@ -70,7 +74,19 @@ def test_a_folder_that_is_named_wins() -> None:
     assert choose_scratch(None, (FAST,), "other").parts[0].folder == Path("fast")
 
 
-def test_a_run_over_two_folders_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
+def test_a_run_over_two_folders_has_the_bits_of_the_plain_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A model for tests is smaller than one stripe.
+    monkeypatch.setattr(stripes, "UNIT_BYTES", 4096)
+    monkeypatch.setattr(striped_file, "_LEAST_PART_BYTES", 4096)
+    made: dict[str, int] = {}
+
+    def create(path: Path, size_bytes: int, **more: Any) -> ScratchFile:
+        made[path.parent.name] = size_bytes
+        return create_scratch_file(path, size_bytes, **more)
+
+    monkeypatch.setattr(scratch_space, "create_scratch_file", create)
     entry = ZOO["weave"]
     steps = make_steps(entry, num_steps=3, num_microbatches=2)
     subject = find_subject("weave")
@@ -82,4 +98,5 @@ def test_a_run_over_two_folders_has_the_bits_of_the_plain_loop(tmp_path: Path) -
     scratch = choose_scratch(None, drives, "nowhere")
     curve = train_by_plan(subject, PLACES["all on disk"], steps, max_grad_norm=1.0, scratch=scratch)
     assert find_differences(plain, curve) == ()
+    assert made["a"] > 2 * made["b"] > 20 * 4096
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
