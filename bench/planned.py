@@ -36,6 +36,7 @@ from packhorse.plan.spec import (
 )
 from packhorse.program.buffers import TierName
 from packhorse.program.program import Program, ProgramKind
+from packhorse.runtime.emulation import Pace
 from packhorse.runtime.engine import Engine, ParameterPiece, StepResult
 from packhorse.units import KIB
 from packhorse.verifier.rules import verify_program
@@ -182,6 +183,7 @@ def open_engine(
     max_grad_norm: float | None,
     scratch: Path,
     seed: int = 1,
+    pace: Pace | None = None,
     audit: bool = True,
 ) -> Engine:
     """Lower, verify and start a plan, and load the subject's weights."""
@@ -206,6 +208,7 @@ def open_engine(
         scratch=scratch,
         num_threads=1,
         heap=ways.heap,
+        pace=pace,
         audit=audit,
     )
     load_weights(engine, subject.weights)

@@ -63,9 +63,7 @@ def plain_curve(name: str, microbatches: int, optimizer) -> Curve:
 
 def count_hosted(subject: Subject, ways: Ways) -> tuple[int, int]:
     """The updates in the host and in the device that a step of a plan has."""
-    plan = make_plan(
-        subject.traced.model, subject.optimizer, ways, num_microbatches=1, clips=False
-    )
+    plan = make_plan(subject.traced.model, subject.optimizer, ways, num_microbatches=1, clips=False)
     tasks = lower_plan(plan, subject.traced.model, "train_step").tasks
     places = [task.where for task in tasks if isinstance(task, Update)]
     return places.count("host"), places.count("device")

@@ -18,6 +18,11 @@ def nothing() -> None:
     """Prepare no thread."""
 
 
+def unheard(begin_ns: int, end_ns: int) -> None:
+    """Nobody asks when it was done."""
+    del begin_ns, end_ns
+
+
 @pytest.fixture
 def lanes():
     made = ThreadLanes(prepare=nothing, stuck_after_s=5.0)
@@ -31,7 +36,8 @@ def test_work_follows_its_lane_and_its_dependencies(lanes: ThreadLanes, seed: in
     ran: list[int] = []
     booked: list[int] = []
 
-    def book(index: int) -> None:
+    def book(index: int, begin_ns: int, end_ns: int) -> None:
+        assert begin_ns <= end_ns
         assert threading.current_thread() is threading.main_thread()
         booked.append(index)
 
@@ -70,8 +76,8 @@ def test_lanes_run_beside_each_other(lanes: ThreadLanes) -> None:
         assert reading.wait(5)
         computing.set()
 
-    lanes.submit(0, "disk_read", read, nothing, ())
-    lanes.submit(1, "compute", compute, nothing, ())
+    lanes.submit(0, "disk_read", read, unheard, ())
+    lanes.submit(1, "compute", compute, unheard, ())
     lanes.wait_all()
 
 
@@ -82,10 +88,10 @@ def test_the_first_error_ends_everything(lanes: ThreadLanes) -> None:
         raise ValueError("the drive is gone")
 
     def submit_and_wait(index: int) -> None:
-        lanes.submit(index, "compute", partial(ran.append, index), nothing, (0,))
+        lanes.submit(index, "compute", partial(ran.append, index), unheard, (0,))
         lanes.wait_all()
 
-    lanes.submit(0, "disk_read", fail, nothing, ())
+    lanes.submit(0, "disk_read", fail, unheard, ())
     with pytest.raises(ValueError, match="the drive is gone"):
         submit_and_wait(1)
     with pytest.raises(ValueError, match="the drive is gone"):
@@ -100,8 +106,8 @@ def test_a_lane_that_does_not_answer_is_named() -> None:
     def wait() -> None:
         answer.wait(20)
 
-    lanes.submit(7, "disk_write", wait, nothing, ())
-    lanes.submit(8, "compute", nothing, nothing, (7,))
+    lanes.submit(7, "disk_write", wait, unheard, ())
+    lanes.submit(8, "compute", nothing, unheard, (7,))
     with pytest.raises(LanesStuckError) as caught:
         lanes.wait_all()
     assert caught.value.running == {"disk_write": 7}
@@ -117,8 +123,8 @@ def test_closing_drops_what_has_not_begun(lanes: ThreadLanes) -> None:
         begun.set()
         answer.wait(5)
 
-    lanes.submit(0, "compute", first, nothing, ())
-    lanes.submit(1, "compute", lambda: ran.append(1), nothing, ())
+    lanes.submit(0, "compute", first, unheard, ())
+    lanes.submit(1, "compute", lambda: ran.append(1), unheard, ())
     assert begun.wait(5)
     threading.Timer(0.1, answer.set).start()
     lanes.close()
@@ -131,7 +137,7 @@ def test_threads_are_prepared_and_an_error_there_is_told() -> None:
         raise RuntimeError("no thread for you")
 
     lanes = ThreadLanes(prepare=refuse, stuck_after_s=5.0)
-    lanes.submit(0, "compute", nothing, nothing, ())
+    lanes.submit(0, "compute", nothing, unheard, ())
     with pytest.raises(RuntimeError, match="no thread for you"):
         lanes.wait_all()
     lanes.close()

@@ -82,7 +82,8 @@ def plan_recipe(
             prepared,
             machine,
             limit_s=MEASURE_LIMIT_S if measure else 0.0,
-            baseline_bytes=baseline_bytes,
+            # What an emulated machine's device holds is not this process's.
+            baseline_bytes=None if machine.emulation else baseline_bytes,
             progress=progress,
         )
         progress("searching for the fastest plan that fits", 0, None)
@@ -128,7 +129,7 @@ def plan_recipe(
             chosen.profile,
             planning_ns=round((time.monotonic() - started_s) * 1e9) if measure else 0,
         ),
-        notes=candidates.notes,
+        notes=(*candidates.notes, *_say_emulation(machine)),
     )
 
 
@@ -183,7 +184,16 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
         run=estimate_recipe(
             plan, machine, prepared, traced.model, profile, planning_ns=planning_ns
         ),
-        notes=(*notes, *say_other_instructions(plan.numerics)),
+        notes=(*notes, *say_other_instructions(plan.numerics), *_say_emulation(machine)),
+    )
+
+
+def _say_emulation(machine: Machine) -> tuple[str, ...]:
+    if machine.emulation is None:
+        return ()
+    return (
+        f"{machine.name} is acted on this CPU: as {machine.emulation.of}, every time"
+        f" {machine.emulation.slowdown:g} x as long",
     )
 
 

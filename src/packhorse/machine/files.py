@@ -20,7 +20,16 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from packhorse.errors import FileFormatError, PackhorseError
-from packhorse.machine.spec import Drive, Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
+from packhorse.machine.spec import (
+    Drive,
+    Emulation,
+    Heap,
+    Link,
+    Machine,
+    MatmulPoint,
+    Tier,
+    UpdateRate,
+)
 from packhorse.notation import NotationError, parse_notation
 from packhorse.units import format_bytes
 
@@ -35,6 +44,7 @@ _PARTS: Final[Mapping[str, type]] = {
     "matmul": MatmulPoint,
     "updates": UpdateRate,
     "heap": Heap,
+    "emulation": Emulation,
 }
 _PAGE_BYTES: Final = 4096
 MOST_DRIVE_THREADS: Final = 16
@@ -149,7 +159,10 @@ def check_machine(machine: Machine, where: str) -> None:
             raise refuse(f"there is no tier named {update.tier}", f"updates[{index}].tier")
     if not machine.matmul:
         raise refuse("a machine needs at least one point of the matmul curve", "matmul")
-    rates = {"memory_bytes_per_s": machine.memory_bytes_per_s}
+    rates = {
+        "memory_bytes_per_s": machine.memory_bytes_per_s,
+        "compute_scale": machine.compute_scale,
+    }
     for index, link in enumerate(machine.links):
         alone = f"links[{index}].bytes_per_s"
         found = {
@@ -176,6 +189,23 @@ def check_machine(machine: Machine, where: str) -> None:
     ):
         if not (math.isfinite(share) and share >= 0):
             raise refuse(f"a share must be 0 or more, not {share}", f"heap.{key}")
+    if machine.emulation is not None:
+        for what in _find_emulation_faults(machine, machine.emulation):
+            raise refuse(what, "emulation")
+
+
+def _find_emulation_faults(machine: Machine, emulation: Emulation) -> Iterator[str]:
+    """Find what an emulated machine lacks."""
+    if machine.device != "cpu":
+        yield f"a machine is emulated on the CPU, so its device is cpu, not {machine.device}"
+    if not (math.isfinite(emulation.slowdown) and emulation.slowdown > 0):
+        yield f"the slowdown must be a positive number, not {emulation.slowdown}"
+    for source, target in (("host", "device"), ("device", "host")):
+        if not any((link.source, link.target) == (source, target) for link in machine.links):
+            yield f"an emulated machine needs a link from {source} to {target}"
+    for tier in ("device", "host"):
+        if not any(update.tier == tier for update in machine.updates):
+            yield f"an emulated machine needs an update rate of tier {tier}"
 
 
 def _find_drive_faults(tier: Tier) -> Iterator[tuple[str, str]]:

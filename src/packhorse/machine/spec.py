@@ -57,8 +57,8 @@ class Link:
     """A one-way path between two tiers of one rank.
 
     `bytes_per_s` is the rate that plans count on while the way back is idle; `mixed_bytes_per_s`
-    the one while both ways are busy, None where nobody measured it. Where `bytes_per_s` is what a
-    drive sustains, `burst_bytes_per_s` is what it does before its cache is full.
+    the one while both ways are busy, None where nobody measured it. Where `bytes_per_s` is known to
+    be what a drive sustains, `burst_bytes_per_s` is what it did before its cache was full.
     """
 
     source: TierName
@@ -100,8 +100,24 @@ class Heap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Emulation:
+    """What a machine stands for: its rates are those of machine `of`, divided by `slowdown`.
+
+    It runs on a CPU: the device tier is a share of memory of its own, and every task takes as long
+    as the rates say.
+    """
+
+    of: str
+    slowdown: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One rank's hardware, as a plan sees it."""
+    """One rank's hardware, as a plan sees it; with `emulation`, hardware that is only acted.
+
+    `compute_scale` is how much longer blocks take in a run than when they are profiled alone, as a
+    run showed.
+    """
 
     name: str
     source: Literal["probe", "catalogue", "hand"]
@@ -117,6 +133,8 @@ class Machine:
     memory_bytes_per_s: float
     updates: tuple[UpdateRate, ...]
     heap: Heap
+    compute_scale: float = 1.0
+    emulation: Emulation | None = None
 
     def tier(self, name: TierName) -> Tier | None:
         """Find a tier by name."""

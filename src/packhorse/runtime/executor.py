@@ -195,23 +195,19 @@ class Executor:
                     points.append(MemoryPoint(at_ns=at_ns, used_bytes=used))
 
         def submit(index: int, task: Task, created: Sequence[Place]) -> None:
-            times: list[int] = []
-
             def do() -> None:
-                times.append(time.perf_counter_ns() - begin)
                 with torch.no_grad():
                     self._create(created, program)
                     self._perform(task, program, work, emitted)
-                times.append(time.perf_counter_ns() - begin)
 
-            def done() -> None:
+            def done(start_ns: int, end_ns: int) -> None:
                 span = Span(
                     index=index,
                     name=prepared.names[index],
                     kind=kind_of(task),
                     lane=prepared.lanes[index],
-                    start_ns=times[0],
-                    end_ns=times[1],
+                    start_ns=start_ns - begin,
+                    end_ns=end_ns - begin,
                 )
                 spans.append(span)
                 self._release(self._ledger, task, program)

@@ -9,6 +9,7 @@ compute run beside each other; the caller only issues and waits.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Final, Protocol
 from packhorse.program.tasks import Lane
 
 Work = Callable[[], None]
+Done = Callable[[int, int], None]
+"""Told when the work began and ended, in ns of `time.perf_counter_ns`."""
 
 STUCK_AFTER_S: Final = 600.0
 """No task of a sane plan takes as long; a drive or a peer that is silent for so long is gone."""
@@ -40,7 +43,7 @@ class Lanes(Protocol):
     lanes. Both waits raise what a task raised. After an error nothing more runs.
     """
 
-    def submit(self, index: int, lane: Lane, work: Work, done: Work, after: Sequence[int]) -> None:
+    def submit(self, index: int, lane: Lane, work: Work, done: Done, after: Sequence[int]) -> None:
         """Queue the work of task `index` behind the tasks `after` and its lane's earlier work.
 
         `done` is called on the executor's thread, by `submit` or a wait, once the work, the
@@ -71,13 +74,14 @@ class InlineLanes:
     def __init__(self, synchronize: Work | None = None) -> None:
         self._synchronize = synchronize
 
-    def submit(self, index: int, lane: Lane, work: Work, done: Work, after: Sequence[int]) -> None:
+    def submit(self, index: int, lane: Lane, work: Work, done: Done, after: Sequence[int]) -> None:
         """Run the work now; what it must follow has run already."""
         del index, lane, after
+        begin_ns = time.perf_counter_ns()
         work()
         if self._synchronize is not None:
             self._synchronize()
-        done()
+        done(begin_ns, time.perf_counter_ns())
 
     def wait_any(self) -> bool:
         """Nothing is ever pending."""
@@ -94,7 +98,7 @@ class InlineLanes:
 class _Job:
     index: int
     work: Work
-    done: Work
+    done: Done
     after: tuple[int, ...]
 
 
@@ -121,12 +125,12 @@ class ThreadLanes:
         self._threads: dict[Lane, threading.Thread] = {}
         self._running: dict[Lane, int] = {}
         self._complete: set[int] = set()
-        self._ended: deque[_Job] = deque()
+        self._ended: deque[tuple[_Job, int, int]] = deque()
         self._num_pending = 0
         self._error: BaseException | None = None
         self._closing = False
 
-    def submit(self, index: int, lane: Lane, work: Work, done: Work, after: Sequence[int]) -> None:
+    def submit(self, index: int, lane: Lane, work: Work, done: Done, after: Sequence[int]) -> None:
         """Queue the work on its lane's thread."""
         self._book()
         with self._lock:
@@ -190,9 +194,9 @@ class ThreadLanes:
                 if not self._ended:
                     self._raise_error()
                     return
-                job = self._ended.popleft()
+                job, begin_ns, end_ns = self._ended.popleft()
                 self._num_pending -= 1
-            job.done()
+            job.done(begin_ns, end_ns)
 
     def _await_one(self) -> None:
         self._raise_error()
@@ -223,6 +227,7 @@ class ThreadLanes:
                     return
                 job = queue.popleft()
                 self._running[lane] = job.index
+            begin_ns = time.perf_counter_ns()
             try:
                 job.work()
             except BaseException as error:
@@ -232,7 +237,7 @@ class ThreadLanes:
             with self._lock:
                 del self._running[lane]
                 self._complete.add(job.index)
-                self._ended.append(job)
+                self._ended.append((job, begin_ns, time.perf_counter_ns()))
                 self._finished.notify()
                 self._wake_ready()
 
