@@ -35,13 +35,26 @@ PLANS = {
         "optimizer": "disk",
         "activations": ("keep", "recompute"),
     },
+    "layered": {
+        "num_microbatches": 3,
+        "parameters": "disk",
+        "gradients": "disk",
+        "optimizer": "disk",
+        "activations": ("keep", "recompute"),
+        "order": "layered",
+        "tied_sum": "per_step",
+    },
+    "summed once": {"num_microbatches": 3, "gradients": "disk", "tied_sum": "per_step"},
 }
 CASES = [
     ("plain", "resident", "train_step"),
     ("ties and skips", "disk", "train_step"),
     ("frozen", "disk", "train_step"),
     ("saves nothing", "resident", "train_step"),
+    ("ties and skips", "layered", "train_step"),
+    ("ties and skips", "summed once", "train_step"),
     ("plain", "disk", "evaluate"),
+    ("plain", "layered", "evaluate"),
     ("frozen", "disk", "load"),
     ("frozen", "disk", "save"),
 ]
