@@ -6,17 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_cases import write_plan_folder
 from models import make_model
 
+from packhorse.machine.files import read_machine
 from packhorse.model.files import format_model
 from packhorse.plan.files import read_plan
 from packhorse.program.digest import digest_program
 from packhorse.program.text import parse_program
-from packhorse.timeline.files import read_timeline
+from packhorse.timeline.files import format_timeline, read_timeline
 from packhorse.trainer.run_folder import claim_run
 from packhorse.verifier.rules import RULES
 
@@ -248,6 +250,47 @@ def test_compare_takes_a_run_folder_or_two_timelines(shell, plan_folder):
     assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {1, 2}
     assert shell("compare", predicted).code == 2
     assert shell("compare", predicted, measured, measured).code == 2
+
+
+def test_compare_writes_the_rates_of_a_run_into_a_machine(shell, plan_folder):
+    predicted, measured = (plan_folder / f"timeline-{n}.json" for n in ("predicted", "measured"))
+    out = plan_folder / "as-measured.json"
+    shell("simulate", plan_folder, "--out", predicted)
+    step = read_timeline(predicted)
+    slow = {"forward": 2, "backward": 2, "recompute": 2, "update": 4, "disk_read": 8}
+    measured.write_text(
+        format_timeline(
+            replace(
+                step,
+                source="measured",
+                spans=tuple(
+                    replace(s, end_ns=s.start_ns + s.duration_ns * slow.get(s.kind, 1))
+                    for s in step.spans
+                ),
+            )
+        )
+    )
+    done = shell("compare", plan_folder, "--machine-out", out, "--json")
+    assert done.code == 0
+    factors = done.document["machine_factors"]
+    assert factors["compute"] == 0.5
+    assert factors["update"] == 0.25
+    before, after = read_machine(plan_folder / "machine.json"), read_machine(out)
+    assert after.compute_scale == 2 * before.compute_scale
+    assert after.updates[0].parameters_per_s == before.updates[0].parameters_per_s / 4
+    assert after.tiers == before.tiers
+    assert shell("check", out).code == 0
+    shown = shell("compare", plan_folder, "--machine-out", out)
+    assert "compute at 50.0 %, updates at 25.0 % of the planned rates" in " ".join(
+        shown.out.split()
+    )
+    refused = shell("compare", predicted, measured, "--machine-out", out)
+    assert refused.code == 2
+    assert "do not say on which machine" in refused.err
+    (plan_folder / "machine.json").unlink()
+    refused = shell("compare", plan_folder, "--machine-out", out)
+    assert refused.code == 2
+    assert "has no machine.json" in refused.err
 
 
 def test_compare_lays_the_process_beside_the_plan(shell, plan_folder):

@@ -122,6 +122,15 @@ def test_bodies_cost_their_time_and_more_with_a_mapped_heap(task, kept_ns, mappe
     assert costs(heap="map").duration_ns(task) == TASK_NS + mapped_ns
 
 
+def test_blocks_take_longer_in_a_run_that_showed_it():
+    slow = replace(MACHINE, compute_scale=1.5)
+    task = run_block(Backward, writes=("grad/0",))
+    assert costs(machine=slow).duration_ns(task) == TASK_NS + 3000
+    assert costs(machine=slow, heap="map").duration_ns(task) == TASK_NS + 3750
+    copy = Copy(buffer="param/0", source="disk", target="device")
+    assert costs(machine=slow).duration_ns(copy) == costs().duration_ns(copy)
+
+
 def test_only_later_microbatches_pay_for_adding_their_gradients():
     first = run_block(Backward, writes=("grad/0",))
     later = run_block(Backward, reads=("grad/0",), writes=("grad/0",))

@@ -11,7 +11,8 @@ from packhorse.cli.options import AsJson
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.report.compare import Difference
+    from packhorse.machine.rescale import RateFactors
+    from packhorse.report.compare import Comparison, Difference
 
 _PREDICTED: Final = "timeline-predicted.json"
 _MEASURED: Final = "timeline-measured.json"
@@ -29,18 +30,28 @@ def compare_runs(
         Path | None,
         typer.Option(metavar="FILE", help="Write both timelines side by side, for Perfetto."),
     ] = None,
+    machine_out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the run's machine with the rates that it showed, for --machine.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Lay predicted beside measured."""
-    from packhorse.cli.outputs import write_output
+    from packhorse.cli.outputs import check_output, write_output
     from packhorse.cli.screen import Screen
     from packhorse.report.compare import compare_timelines, comparison_as_dict
+    from packhorse.report.measured_rates import factors_as_dict, say_factors
     from packhorse.report.tables import comparison_table
     from packhorse.timeline.files import read_timeline
     from packhorse.timeline.perfetto import format_trace
 
     screen = Screen(as_json=as_json)
     first, second = _find_pair(paths)
+    if machine_out is not None:
+        check_output(machine_out)
     predicted, measured = read_timeline(first), read_timeline(second)
     process = find_process(paths[0]) if len(paths) == 1 else None
     comparison = compare_timelines(predicted, measured, num_tasks=tasks, process=process)
@@ -48,9 +59,43 @@ def compare_runs(
     if trace is not None:
         write_output(trace, format_trace(predicted, measured))
         screen.wrote(trace)
+    factors = None if machine_out is None else _write_machine(paths, comparison, machine_out)
+    if factors is not None:
+        screen.show(say_factors(factors))
+        screen.wrote(machine_out)
     screen.answer(
-        {"predicted": str(first), "measured": str(second)} | comparison_as_dict(comparison)
+        {"predicted": str(first), "measured": str(second)}
+        | comparison_as_dict(comparison)
+        | ({} if factors is None else {"machine_factors": factors_as_dict(factors)})
     )
+
+
+def _write_machine(paths: list[Path], comparison: Comparison, out: Path) -> RateFactors:
+    """Write the machine of a run with the rates that the run showed."""
+    from packhorse.cli.outputs import write_output
+    from packhorse.machine.files import format_machine, read_machine
+    from packhorse.machine.rescale import rescale_machine
+    from packhorse.report.measured_rates import find_factors
+    from packhorse.trainer.run_folder import MACHINE_NAME
+
+    file = paths[0] / MACHINE_NAME
+    if len(paths) > 1 or not file.is_file():
+        raise InputError(
+            "two timelines do not say on which machine they were measured"
+            if len(paths) > 1
+            else f"the run folder has no {MACHINE_NAME}, whose rates would be corrected",
+            where="--machine-out",
+            fix="name the folder of a run that was trained",
+        )
+    if not comparison.same_tasks:
+        raise InputError(
+            "the predicted and the measured step have other tasks, so their rates cannot be told",
+            where=str(paths[0]),
+            fix="name the folder of a run whose plan.json was not changed after it was trained",
+        )
+    factors = find_factors(comparison)
+    write_output(out, format_machine(rescale_machine(read_machine(file), factors)))
+    return factors
 
 
 def find_process(folder: Path) -> Difference | None:

@@ -5,7 +5,8 @@ one passes any object with `duration_ns(task)` to the simulator instead.
 
 What is modelled:
 
-    Forward, Recompute, Backward   the body's time, times 1 + map_cost when the heap is mapped
+    Forward, Recompute, Backward   the body's time, times the machine's compute_scale, and times
+                                   1 + map_cost when the heap is mapped
     Backward                       plus adding to gradients of earlier micro-batches
     Copy, Import, Export           latency + bytes / link rate
     Update                         bytes that it moves, at the rate at which fused AdamW moves them,
@@ -141,9 +142,10 @@ class TaskCosts:
         return time
 
     def _heaped(self, duration_ns: int) -> int:
-        if self.heap == "keep":
-            return duration_ns
-        return ceil(duration_ns * (1 + self.machine.heap.map_cost))
+        scale = self.machine.compute_scale
+        if self.heap == "map":
+            scale *= 1 + self.machine.heap.map_cost
+        return duration_ns if scale == 1 else ceil(duration_ns * scale)
 
     def _gradient_ns(self, task: Backward) -> int:
         # A body's time is that of its first micro-batch, which writes its gradients into their
