@@ -35,7 +35,7 @@ from packhorse.runtime.keeper import StepKeeper
 from packhorse.runtime.kept_heap import find_kept_bytes
 from packhorse.runtime.lanes import LanesStuckError
 from packhorse.runtime.memory.chunks import chunk_table
-from packhorse.runtime.memory.heap import set_heap_mode, settle_heap
+from packhorse.runtime.memory.heap import open_holes, seal_holes, set_heap_mode, settle_heap
 from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.payloads import Payloads
 from packhorse.runtime.tiers import ChunkTiers
@@ -140,6 +140,7 @@ class Engine:
         torch.set_num_threads(num_threads)
         set_heap_mode(heap)
         self._heap = heap
+        self._sealed = seal_holes() if heap == "map" else ()
         self._settled = False
         self._failed = ""
         self._traced = traced
@@ -219,6 +220,11 @@ class Engine:
         """By how much tasks took longer than on the emulated machine, all of them together."""
         return 0 if self._paced is None else self._paced.overrun_ns
 
+    @property
+    def scratch_path(self) -> Path | None:
+        """The scratch file, or its first part, where there is one."""
+        return self._disk.path
+
     def load(self, source: StateTransfer) -> None:
         """Fill every state, one chunk at a time.
 
@@ -280,6 +286,8 @@ class Engine:
 
         A lane that does not come back keeps its memory and the file: it may still write.
         """
+        open_holes(self._sealed)
+        self._sealed = ()
         try:
             self._executor.quiesce()
         except LanesStuckError:

@@ -40,6 +40,43 @@ def set_heap_mode(mode: Literal["keep", "map"]) -> bool:
     return all(accepted)
 
 
+def seal_holes() -> tuple[int, ...]:
+    """Occupy the large free blocks inside the heap, so that large requests are mapped.
+
+    The C library looks for a free block before it maps a new one, and would never give back the
+    pages of one that it finds in the midst of the heap, where planning leaves many. An occupied
+    hole has no pages but those of its borders.
+
+    Returns:
+        Addresses for `open_holes`.
+    """
+    libc = _load_allocator()
+    if libc is None:
+        return ()
+    trim_heap()
+    libc.mallopt(_M_MMAP_THRESHOLD, KEEP_BELOW_BYTES)
+    end = libc.sbrk(0)
+    sealed: list[int] = []
+    size_bytes = KEEP_BELOW_BYTES // 2
+    while size_bytes >= _MAP_FROM_BYTES:
+        block = libc.malloc(size_bytes)
+        if block and block + size_bytes <= end:
+            sealed.append(block)
+            continue
+        libc.free(block)
+        size_bytes //= 2
+    libc.mallopt(_M_MMAP_THRESHOLD, _MAP_FROM_BYTES)
+    return tuple(sealed)
+
+
+def open_holes(sealed: tuple[int, ...]) -> None:
+    """Free what `seal_holes` occupies."""
+    libc = _load_allocator()
+    if libc is not None:
+        for block in sealed:
+            libc.free(block)
+
+
 def settle_heap(size_bytes: int) -> None:
     """Give free heap pages back, then take so many and leave them free in the heap.
 
@@ -47,13 +84,10 @@ def settle_heap(size_bytes: int) -> None:
     fall differs from run to run of a program, and each new place would cost new pages. Some of the
     pages lie in small holes, into which Python's and torch's own small objects wander.
     """
-    libc = ctypes.CDLL(None)
-    trim_heap()
-    if not hasattr(libc, "malloc_trim"):
+    libc = _load_allocator()
+    if libc is None:
         return
-    libc.malloc.restype = ctypes.c_void_p
-    libc.malloc.argtypes = [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
+    trim_heap()
     taken: list[int] = []
     for block_bytes, total_bytes in ((MIB, size_bytes), (2 * KIB, _SMALL_BYTES)):
         for _ in range(-(-total_bytes // block_bytes)):
@@ -71,3 +105,15 @@ def trim_heap() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def _load_allocator() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim") or not hasattr(libc, "mallopt"):
+        return None
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.sbrk.restype = ctypes.c_void_p
+    libc.sbrk.argtypes = [ctypes.c_ssize_t]
+    return libc

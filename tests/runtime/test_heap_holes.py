@@ -1,0 +1,49 @@
+"""In map mode a large block never lands in a hole of the heap, where its pages would stay."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from packhorse.runtime.memory.heap import open_holes, seal_holes, set_heap_mode
+from packhorse.units import KIB, MIB
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4 * KIB
+
+
+@pytest.fixture
+def libc():
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        pytest.skip("this C library has no mallopt")
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    yield libc
+    set_heap_mode("keep")
+
+
+def test_pages_of_a_large_block_go_when_it_is_freed(libc: ctypes.CDLL) -> None:
+    set_heap_mode("keep")
+    # Holes: every other block is freed, the ones between stay.
+    blocks = [libc.malloc(8 * MIB) for _ in range(16)]
+    for block in blocks[::2]:
+        libc.free(block)
+    set_heap_mode("map")
+    sealed = seal_holes()
+    assert sealed
+    before = resident_bytes()
+    used = [libc.malloc(MIB) for _ in range(24)]
+    for block in used:
+        ctypes.memset(block, 1, MIB)
+    assert resident_bytes() - before >= 23 * MIB
+    for block in used:
+        libc.free(block)
+    assert resident_bytes() - before < MIB
+    open_holes(sealed)
+    for block in blocks[1::2]:
+        libc.free(block)
