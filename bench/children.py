@@ -98,7 +98,18 @@ def run_plain(
     specification: Mapping[str, object], *, folder: Path, group: MemoryGroup | None = None
 ) -> Outcome:
     """Run the plain loop in a child that measures itself; see `bench.plain_loop`."""
-    return _run("bench.plain_loop", [json.dumps(specification)], folder, group)
+    return run_module("bench.plain_loop", specification, folder=folder, group=group)
+
+
+def run_module(
+    module: str,
+    specification: Mapping[str, object],
+    *,
+    folder: Path,
+    group: MemoryGroup | None = None,
+) -> Outcome:
+    """Run a module of the benches, which takes a JSON document and measures itself, in a child."""
+    return _run(module, [json.dumps(specification)], folder, group)
 
 
 def run_session(recipe: Path, eval_batches: Sequence[int], *, folder: Path) -> Outcome:
