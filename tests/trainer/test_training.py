@@ -37,7 +37,9 @@ from packhorse.errors import (
     StoppedError,
     StorageError,
 )
-from packhorse.trainer.observer import SilentObserver, StepReport, TrainResult
+from packhorse.timeline.drift import busy_times
+from packhorse.timeline.spec import Timeline
+from packhorse.trainer.observer import SilentObserver, StepReport, TrainResult, Watch
 from packhorse.trainer.process_memory import largest_resident_bytes
 from packhorse.trainer.run_folder import (
     Beginning,
@@ -94,6 +96,7 @@ def run(
     *,
     resume: Resume = FRESH,
     observer: SilentObserver | None = None,
+    watch: Watch | None = None,
     baseline_bytes: int | None = None,
     **changes: object,
 ) -> TrainResult:
@@ -111,6 +114,7 @@ def run(
         traced=traced.traced,
         resume=resume,
         observer=observer,
+        watch=watch,
         baseline_bytes=baseline_bytes,
         audit=True,
     )
@@ -287,6 +291,22 @@ def test_a_batch_without_labels_is_skipped_and_said(
     assert_same_weights(
         load(tmp_path / "run" / "checkpoint-1"), load(tmp_path / "run" / "checkpoint-2")
     )
+
+
+def test_what_a_watch_says_of_a_step_is_noted_and_logged(tmp_path: Path):
+    seen: list[Timeline] = []
+
+    def watch(timeline: Timeline) -> str | None:
+        seen.append(timeline)
+        return "the disk is slow" if len(seen) == 2 else None
+
+    listener = Listener()
+    run(tmp_path, observer=listener, watch=watch, max_steps=3, plan=ALL_ON_DISK)
+    assert listener.notes.count("the disk is slow") == 1
+    (log,) = (tmp_path / "run" / "logs").iterdir()
+    assert log.read_text().count("the disk is slow") == 1
+    assert len(seen) == 3
+    assert all(busy > 0 for timeline in seen for busy in busy_times(timeline).values())
 
 
 def test_a_run_folder_is_for_one_process_at_a_time(tmp_path: Path):

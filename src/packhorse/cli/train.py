@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from packhorse.cli.training_screen import Summary
     from packhorse.machine.spec import Machine
     from packhorse.plan.spec import Plan
+    from packhorse.program.program import Program
     from packhorse.timeline.spec import Timeline
     from packhorse.trainer.recipe import Recipe
     from packhorse.trainer.run_folder import Resume
@@ -56,10 +58,12 @@ def train_recipe(
     as_json: AsJson = False,
 ) -> None:
     """Train a model by a recipe."""
+    from packhorse.cli.drift import watch_drift
     from packhorse.cli.machines import MachineChoice, choose_machine
     from packhorse.cli.planning import load_libraries
     from packhorse.cli.screen import Screen
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
+    from packhorse.compiler.lower import lower_plan
     from packhorse.report.explain import plan_table
     from packhorse.trainer.recipe_files import load_recipe
     from packhorse.trainer.run_folder import StartFresh, claim_run, find_beginning, read_resume
@@ -92,11 +96,21 @@ def train_recipe(
         for note in planned.notes:
             screen.note(note)
         screen.show(plan_table(planned.plan, planned.run), "")
-        predicted = _predict(planned)
+        program = lower_plan(planned.plan, planned.traced.model, "train_step")
+        predicted = _predict(planned, program)
+        watch = watch_drift(planned, program, predicted)
+        # The run lowers its own.
+        del program
         # Traced graphs refer to themselves: those that were not chosen must go before training.
         gc.collect()
     summary = _run(
-        planned, predicted, beginning, screen, baseline_bytes=baseline_bytes, audit=audit
+        planned,
+        predicted,
+        beginning,
+        screen,
+        watch=watch,
+        baseline_bytes=baseline_bytes,
+        audit=audit,
     )
     screen.show("", render_summary(planned, summary))
     # Lines to be copied stay whole, however long the path is.
@@ -167,12 +181,10 @@ def _plan_again(
         return plan_recipe(recipe, machine, screen, baseline_bytes=baseline_bytes)
 
 
-def _predict(planned: Planned) -> Timeline:
-    from packhorse.compiler.lower import lower_plan
+def _predict(planned: Planned, program: Program) -> Timeline:
     from packhorse.simulator.costs import TaskCosts
-    from packhorse.simulator.engine import simulate_program
+    from packhorse.simulator.engine import simulate_run
 
-    program = lower_plan(planned.plan, planned.traced.model, "train_step")
     costs = TaskCosts(
         machine=planned.machine,
         profile=planned.profile,
@@ -180,7 +192,7 @@ def _predict(planned: Planned) -> Timeline:
         program=program,
         heap=planned.plan.heap.value,
     )
-    return simulate_program(program, costs=costs)
+    return simulate_run(program, costs=costs)
 
 
 def _run(
@@ -189,6 +201,7 @@ def _run(
     beginning: Resume,
     screen: Screen,
     *,
+    watch: Callable[[Timeline], str | None],
     baseline_bytes: int,
     audit: bool,
 ) -> Summary:
@@ -212,6 +225,7 @@ def _run(
             predicted=predicted,
             resume=beginning,
             observer=watcher,
+            watch=watch,
             baseline_bytes=baseline_bytes,
             audit=audit,
         )

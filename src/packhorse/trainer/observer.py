@@ -5,10 +5,12 @@ In: what the training loop tells. Out: whatever the observer makes of it; it dec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from packhorse.timeline.spec import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,10 @@ class TrainResult:
     output_dir: Path
     resumed_from: Path | None
     wall_s: float
+
+
+Watch = Callable[[Timeline], str | None]
+"""Looks at what a step did when; gives a line for a person, as a rule none."""
 
 
 class Observer(Protocol):

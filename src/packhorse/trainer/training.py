@@ -42,6 +42,7 @@ from packhorse.trainer.observer import (
     SilentObserver,
     StepReport,
     TrainResult,
+    Watch,
 )
 from packhorse.trainer.preparation import PreparedRun, trace_for_plan
 from packhorse.trainer.process_memory import largest_resident_bytes
@@ -79,6 +80,7 @@ def train(
     predicted: Timeline | None = None,
     resume: Resume = StartFresh(),  # noqa: B008 a frozen value
     observer: Observer | None = None,
+    watch: Watch | None = None,
     baseline_bytes: int | None = None,
     audit: bool = False,
 ) -> TrainResult:
@@ -92,6 +94,7 @@ def train(
         predicted: what the plan promises of a step, for the run folder.
         resume: where to begin.
         observer: who watches.
+        watch: asked after each step what there is to say of its timeline; that is noted.
         baseline_bytes: `measure_baseline()` of before; what the process takes beyond it is
             reported.
         audit: check every task against what it declares (slow).
@@ -166,6 +169,7 @@ def train(
             folder=folder,
             reporters=reporters,
             observer=watcher,
+            watch=watch,
             signals=signals,
             peak_flops_per_s=_peak_rate(machine, plan),
             resumed_from=beginning.checkpoint,
@@ -192,6 +196,7 @@ class _Run:
     folder: RunFolder
     reporters: tuple[MetricsReporter, ...]
     observer: Observer
+    watch: Watch | None
     signals: StopSignals
     peak_flops_per_s: float
     resumed_from: Path | None
@@ -306,6 +311,9 @@ class _Run:
             disk_written_bytes=result.disk_written_bytes,
         )
         self._report_step(report)
+        remark = None if self.watch is None else self.watch(result.timeline)
+        if remark is not None:
+            self.note(remark)
         if num_in_process <= _TYPICAL_STEP:
             self.folder.write_file(MEASURED_NAME, format_timeline(result.timeline))
         return report

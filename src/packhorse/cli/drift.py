@@ -1,0 +1,116 @@
+"""One line, once in a run: which lanes are not as fast as planned, and what a new plan would give.
+
+In: what was planned, and the timeline of each step. Out: the line, when enough steps say so. The
+new plan is searched with the numerics, chunks and heap of the one that runs, so that it is found
+within seconds and its curve would go on in the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from packhorse.errors import PackhorseError
+from packhorse.units import format_ns
+
+if TYPE_CHECKING:
+    from packhorse.cli.planning import Planned
+    from packhorse.machine.spec import Machine
+    from packhorse.plan.spec import Plan
+    from packhorse.program.program import Program
+    from packhorse.timeline.drift import LaneDrift
+    from packhorse.timeline.spec import Timeline
+
+# A new plan that gains less is not worth stopping for.
+_WORTH_IT: Final = 0.02
+
+
+def watch_drift(
+    planned: Planned, program: Program, predicted: Timeline
+) -> Callable[[Timeline], str | None]:
+    """Give what looks at each measured step of a run, and has something to say at most once.
+
+    Args:
+        program: of the training step.
+        predicted: its timeline, as simulated.
+    """
+    from packhorse.timeline.drift import DriftWatch, moved_bytes, say_drift
+
+    watch = DriftWatch(predicted, moved_bytes(program))
+
+    def look(timeline: Timeline) -> str | None:
+        drifts = watch.add(timeline)
+        return f"{say_drift(drifts)}: {_say_replanning(planned, drifts)}" if drifts else None
+
+    return look
+
+
+def machine_as_measured(machine: Machine, drifts: Sequence[LaneDrift]) -> Machine:
+    """Give a machine the rates that its lanes showed."""
+    from packhorse.machine.rescale import RateFactors, rescale_machine
+
+    factors = {drift.lane: drift.factor for drift in drifts}
+    return rescale_machine(
+        machine,
+        RateFactors(
+            disk_read=factors.get("disk_read", 1.0),
+            disk_write=factors.get("disk_write", 1.0),
+            compute=factors.get("compute", 1.0),
+        ),
+    )
+
+
+def _say_replanning(planned: Planned, drifts: Sequence[LaneDrift]) -> str:
+    from packhorse.search.prediction import predict_plan
+
+    machine = machine_as_measured(planned.machine, drifts)
+    model = planned.traced.model
+    now_ns = predict_plan(planned.plan, model, planned.profile, machine).step_ns
+    try:
+        new = _replan(planned, machine)
+    except PackhorseError:
+        # What the recipe pins may leave nothing else: the line says how slow it is, all the same.
+        return f"this plan now takes {format_ns(now_ns)} a step, and no other fits"
+    new_ns = now_ns if new.prediction is None else new.prediction.step_ns
+    if new_ns > now_ns * (1 - _WORTH_IT):
+        return f"this plan now takes {format_ns(now_ns)} a step, and a new one would not be faster"
+    return (
+        f"this plan now takes {format_ns(now_ns)} a step, a new one would take {format_ns(new_ns)}"
+        " (stop, `packhorse compare RUN --machine-out FILE`, then train on with --machine FILE)"
+    )
+
+
+def _replan(planned: Planned, machine: Machine) -> Plan:
+    from packhorse.plan.pins import WHOLE
+    from packhorse.search.search import find_plan
+    from packhorse.search.space import Arithmetic, Candidate
+
+    plan, numerics = planned.plan, planned.plan.numerics
+    chunk_tokens = numerics.loss_chunk_tokens.value
+    return find_plan(
+        [
+            Candidate(
+                model=planned.traced.model, profile=planned.profile, loss_chunk_tokens=chunk_tokens
+            )
+        ],
+        machine,
+        optimizer=plan.optimizer,
+        arithmetic=Arithmetic(
+            compute_dtype=numerics.compute_dtype,
+            tied_sum=numerics.tied_sum,
+            attention=numerics.attention,
+            num_threads=numerics.num_threads,
+            device=numerics.device,
+            num_workers=numerics.num_workers,
+            instructions=numerics.instructions,
+        ),
+        global_batch_rows=numerics.microbatch_rows.value * numerics.num_microbatches,
+        pins=replace(
+            planned.prepared.recipe.pins,
+            microbatch_rows=numerics.microbatch_rows.value,
+            loss_chunk_tokens=WHOLE if chunk_tokens is None else chunk_tokens,
+            heap=plan.heap.value,
+            chunk_bytes=plan.chunk_bytes.value,
+        ),
+    )
