@@ -157,6 +157,8 @@ def _say_run(run: RunEstimate) -> list[str]:
         f"disk space: {format_bytes(run.worst_disk_bytes)} at worst"
         f" ({format_bytes(run.scratch_bytes)} of it scratch)"
     )
+    if run.disk_rates is not None:
+        lines.append(f"disk rates: {run.disk_rates}")
     share = run.endurance_share
     wear = f", {format_percent(share)} of the drive's endurance" if share is not None else ""
     lines.append(

@@ -11,6 +11,7 @@ from math import ceil
 from packhorse.errors import InputError
 from packhorse.machine.spec import Machine
 from packhorse.plan.spec import Plan
+from packhorse.report.disk_rates import describe_disk_rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class RunEstimate:
     of `num_evaluations` passes over the evaluation data. `checkpoint_ns` is None for a machine that
     has no rate for writing to disk. `weights_bytes` is the finished model at the top of the run
     folder. `endurance_bytes` is what the drive may be written in its life, None if unknown.
+    `disk_rates` says which rates of the disk the times count on, None without one.
     """
 
     num_steps: int
@@ -37,6 +39,7 @@ class RunEstimate:
     scratch_bytes: int
     written_bytes_per_step: int
     endurance_bytes: int | None
+    disk_rates: str | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -136,6 +139,7 @@ def estimate_run(
         scratch_bytes=plan.prediction.scratch_bytes,
         written_bytes_per_step=plan.prediction.disk_written_bytes,
         endurance_bytes=None if disk is None else disk.endurance_bytes,
+        disk_rates=describe_disk_rates(machine, plan.prediction.scratch_bytes),
     )
 
 
@@ -160,4 +164,5 @@ def run_as_dict(run: RunEstimate) -> dict[str, object]:
         "written_bytes_per_step": run.written_bytes_per_step,
         "written_bytes": run.written_bytes,
         "endurance_share": run.endurance_share,
+        "disk_rates": run.disk_rates,
     }
