@@ -92,11 +92,14 @@ def _move(
         following = uses[index + 1] if index + 1 < len(uses) else None
         ends = following is None and buffer.home is None
         if not use.creates and use.tier not in newest:
-            moves.bring(use.position, Copy(buffer=buffer.id, source=rest, target=use.tier))
-            newest.add(use.tier)
+            copy = Copy(buffer=buffer.id, source=rest, target=use.tier)
             if ends and rest == "device":
-                moves.bring(use.position, Free(buffer=buffer.id, tier=rest))
+                # The device has no further use for it: it goes at once, and its room is free.
+                moves.leave(uses[index - 1].position, copy, Free(buffer=buffer.id, tier=rest))
                 waits = False
+            else:
+                moves.bring(use.position, copy)
+            newest.add(use.tier)
         if use.changes:
             newest = {use.tier}
         if use.tier == rest:
