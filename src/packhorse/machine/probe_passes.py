@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,29 +87,20 @@ class Passes:
         if not half:
             return None
         begin = threading.Barrier(2)
-        found: dict[str, Moved] = {}
-        errors: list[BaseException] = []
 
-        def run(name: str, move: Callable[[int], None], pieces: range) -> None:
+        def run(move: Callable[[int], None], pieces: range) -> Moved:
+            begin.wait()
+            return self._rounds(move, pieces, limit_ns)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="packhorse-probe") as pool:
+            written = pool.submit(run, self._write_piece, range(half, self._num_pieces))
             try:
-                begin.wait()
-                found[name] = self._rounds(move, pieces, limit_ns)
-            except BaseException as error:  # noqa: BLE001  raised again on the caller's thread
-                errors.append(error)
+                read = run(self._read_piece, range(half))
+            except BaseException:
+                # The other thread must not wait for a partner that never comes.
                 begin.abort()
-
-        other = threading.Thread(
-            target=run,
-            args=("write", self._write_piece, range(half, self._num_pieces)),
-            name="packhorse-probe",
-        )
-        other.start()
-        run("read", self._read_piece, range(half))
-        other.join()
-        # A broken barrier is only what the other thread's error looks like from here.
-        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-            raise error
-        return found["read"], found["write"]
+                raise
+        return read, written.result()
 
     def latency_ns(self, *, writing: bool) -> int:
         """Median time of moving one page, over pages spread across the file."""
