@@ -18,8 +18,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TEST_ARGS ?=
 TRAIN_ARGS ?=
 BENCH_ARGS ?=
-BENCHES ?= numbers audit memory headline refusal overhead update traffic cache outofcore prediction \
-  load crash first_step
+BENCHES ?= numbers audit memory headline refusal overhead update traffic accumulation cache \
+  outofcore prediction load crash first_step
 
 .PHONY: help venv check test assets train bench clean
 

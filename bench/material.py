@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
 from packhorse.checkpoint.header import TensorSpec
 from packhorse.checkpoint.tensor_writer import TensorFileWriter
 
 VOCABULARY: Final = 32_000
+TIED_VOCABULARY: Final = 50_257
 _SCALE: Final = 0.02
 _PART: Final = 1 << 22
 
@@ -50,14 +51,30 @@ def make_config(*, width: int, num_layers: int) -> LlamaConfig:
     )
 
 
-def describe_shapes(config: LlamaConfig) -> Mapping[str, tuple[int, ...]]:
+def make_tied_config(*, width: int, num_layers: int) -> GPT2Config:
+    """Describe a GPT-2, whose head is its embedding, without dropout."""
+    return GPT2Config(
+        architectures=["GPT2LMHeadModel"],
+        vocab_size=TIED_VOCABULARY,
+        n_embd=width,
+        n_layer=num_layers,
+        n_head=width // 64,
+        n_positions=1024,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        dtype="float32",
+    )
+
+
+def describe_shapes(config: PretrainedConfig) -> Mapping[str, tuple[int, ...]]:
     """Give the shape of every parameter."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def write_checkpoint(folder: Path, config: LlamaConfig, *, seed: int = 0) -> int:
+def write_checkpoint(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> int:
     """Write a folder with config.json and float32 weights; give the bytes of its weights."""
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
