@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from subjects import find_subject
 
 from bench.planned import PLACES, train_by_plan
@@ -14,6 +16,9 @@ from bench.reference import find_differences, train_plainly
 from bench.zoo import ZOO, build_model, make_steps
 from packhorse.machine.catalogue import load_known_machine
 from packhorse.machine.spec import Drive, Tier
+from packhorse.program.buffers import Chunk, ChunkId, Layout
+from packhorse.runtime import hardware
+from packhorse.runtime.memory.backing import HostBacking
 from packhorse.runtime.scratch import choose_scratch, find_scratch
 from packhorse.storage import scratch_space, striped_file, stripes
 from packhorse.storage.scratch_file import ScratchFile, create_scratch_file
@@ -100,3 +105,36 @@ def test_a_run_over_two_folders_has_the_bits_of_the_plain_loop(
     assert find_differences(plain, curve) == ()
     assert made["a"] > 2 * made["b"] > 20 * 4096
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_chunks_lie_in_the_pages_that_the_disk_wants(
+    huge_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    class Watched(HostBacking):
+        def __init__(self, size_bytes: int, *, pinned: bool = False, huge_pages: bool) -> None:
+            asked.append(huge_pages)
+            super().__init__(size_bytes, pinned=pinned, huge_pages=huge_pages)
+
+    monkeypatch.setattr(hardware, "HostBacking", Watched)
+    chunk = Chunk(id=ChunkId(0), start=0, num_elements=128, group="all", trainable=True)
+    layout = Layout(chunks=(chunk,), slots={}, dtypes={"param": "float32"})
+    scratch = replace(make_scratch(Path("scratch")), huge_pages=huge_pages)
+    tiers = hardware.make_tiers(layout, torch.device("cpu"), {"device", "host"}, scratch)
+    assert asked == [huge_pages, huge_pages]
+    for memory in tiers.values():
+        memory.close()
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_huge_pages_are_asked_for_only_where_they_are_wanted(
+    huge_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advised: list[object] = []
+    backing = HostBacking(8 * MIB, huge_pages=huge_pages)
+    monkeypatch.setattr(backing, "_libc", SimpleNamespace(madvise=lambda *a: advised.append(a)))
+    backing.commit(0, 4 * MIB)
+    assert bool(advised) is huge_pages
+    backing.close()

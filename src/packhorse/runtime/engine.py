@@ -163,7 +163,7 @@ class Engine:
         self._disk = DiskTier(buffers, scratch, keeping, resumed)
         self._device = torch.device(device)
         pools = programs["load"].pools
-        self._tiers = make_tiers(self._layout, self._device, {pool.tier for pool in pools})
+        self._tiers = make_tiers(self._layout, self._device, {pool.tier for pool in pools}, scratch)
         self._memory = self._tiers["device"]
         lanes = make_lanes(programs.values(), self._device, num_threads)
         self._paced = None if pace is None else PacedLanes(lanes, pace)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -18,17 +19,27 @@ from packhorse.runtime.lanes import InlineLanes, Lanes, ThreadLanes
 from packhorse.runtime.memory.backing import HostBacking
 from packhorse.runtime.memory.chunks import ChunkMemory
 from packhorse.runtime.memory.cuda import CudaBacking
+from packhorse.storage.scratch_space import Scratch
 
 
 def make_tiers(
-    layout: Layout, device: torch.device, tiers: Collection[TierName]
+    layout: Layout,
+    device: torch.device,
+    tiers: Collection[TierName],
+    scratch: Path | Scratch | None = None,
 ) -> dict[TierName, ChunkMemory]:
-    """Make the tiers of memory: the device's, and where a plan uses it, the host's."""
+    """Make the tiers of memory: the device's, and where a plan uses it, the host's.
+
+    Args:
+        scratch: says whether the disk wants the memory of this process in huge pages.
+    """
     is_cuda = device.type == "cuda"
-    on_device = partial(CudaBacking, device=device.index or 0) if is_cuda else HostBacking
+    huge_pages = not isinstance(scratch, Scratch) or scratch.huge_pages
+    in_memory = partial(HostBacking, huge_pages=huge_pages)
+    on_device = partial(CudaBacking, device=device.index or 0) if is_cuda else in_memory
     made: dict[TierName, ChunkMemory] = {"device": ChunkMemory(layout, on_device)}
     if "host" in tiers:
-        made["host"] = ChunkMemory(layout, partial(HostBacking, pinned=is_cuda))
+        made["host"] = ChunkMemory(layout, partial(in_memory, pinned=is_cuda))
     return made
 
 

@@ -48,13 +48,15 @@ class HostBacking:
 
     Dropped pages read as zeros. With `pinned`, the range is registered with CUDA chunk by chunk as
     it is committed, so that copies to a device run at full speed and can be asynchronous.
+    `huge_pages`: ask for them.
     """
 
-    def __init__(self, size_bytes: int, *, pinned: bool = False) -> None:
+    def __init__(self, size_bytes: int, *, pinned: bool = False, huge_pages: bool = True) -> None:
         # A huge page that a chunk fills only partly would cost more than the ledger says, so only
         # the whole huge pages of a committed range are advised.
         self._mapping = Mapping(max(size_bytes, PAGE_BYTES), huge_pages=False)
         self._pinned = pinned
+        self._huge_pages = huge_pages
         self._registered: set[int] = set()
         self._libc = ctypes.CDLL(None, use_errno=True)
 
@@ -70,7 +72,7 @@ class HostBacking:
     def commit(self, offset: int, size_bytes: int) -> None:
         """Ask for huge pages where the range fills them; the pages come when they are touched."""
         whole = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if whole:
+        if whole and self._huge_pages:
             start = ctypes.c_void_p(self.address + offset)
             # Where the kernel refuses, transfers are slower, not wrong.
             self._libc.madvise(start, ctypes.c_size_t(whole), _MADV_HUGEPAGE)
