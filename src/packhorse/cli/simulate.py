@@ -146,7 +146,8 @@ def _find_machine(beside: Path, name: str | None, screen: Screen) -> Machine:
 
 def _simulate(subject: _Subject, machine: Machine, *, overlap: bool, elsewhere: bool) -> Timeline:
     from packhorse.simulator.costs import TaskCosts
-    from packhorse.simulator.engine import INLINE, OVERLAPPED, simulate_program
+    from packhorse.simulator.engine import OVERLAPPED, simulate_program
+    from packhorse.simulator.sharing import sharing_of
 
     costs = TaskCosts(
         machine=machine,
@@ -155,8 +156,10 @@ def _simulate(subject: _Subject, machine: Machine, *, overlap: bool, elsewhere: 
         program=subject.program,
         heap=subject.heap,
     )
-    workers = OVERLAPPED if overlap else INLINE
-    return simulate_program(subject.program, costs=costs, workers=workers)
+    if not overlap:
+        return simulate_program(subject.program, costs=costs)
+    shared = sharing_of(machine)
+    return simulate_program(subject.program, costs=costs, workers=OVERLAPPED, shared=shared)
 
 
 def _find_profile(subject: _Subject, machine: Machine, *, elsewhere: bool) -> Profile:

@@ -318,7 +318,7 @@ def _keep(folder: Path, machine: Machine) -> None:
     try:
         store_measured(folder, machine)
     except StorageError:
-        # A home that cannot be written costs ten seconds at the next probe, not this result.
+        # A home that cannot be written costs half a minute at the next probe, not this result.
         return
 
 
