@@ -74,6 +74,10 @@ def ask_peer(
     """
     if peer.python is None:
         return peer.reason
+    # What is compiled on first use; a run that was stopped meanwhile left its lock behind.
+    extensions = FOLDER / peer.name / "extensions"
+    for lock in extensions.rglob("lock"):
+        lock.unlink()
     try:
         done = subprocess.run(
             [str(peer.python), "-m", module, json.dumps(specification)],
@@ -87,10 +91,12 @@ def ask_peer(
                 "OMP_NUM_THREADS": str(specification.get("num_threads", 1)),
                 "PATH": f"{peer.python.parent}{os.pathsep}{os.environ['PATH']}",
                 "PYTHONPATH": str(ROOT / "src"),
+                "TORCH_EXTENSIONS_DIR": str(extensions),
             },
         )
-    except subprocess.TimeoutExpired:
-        return f"stopped after {limit_s:.0f} s"
+    except subprocess.TimeoutExpired as error:
+        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else ""
+        return f"stopped after {limit_s:.0f} s; its last line: {_last_line(said)}"
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         return f"ended with {done.returncode}: {_last_line(done.stderr)}"
