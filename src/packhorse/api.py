@@ -196,6 +196,7 @@ def find_plan(
         ),
         global_batch_rows=global_rows,
         pins=fixed,
+        resumable=False,
     )
 
 

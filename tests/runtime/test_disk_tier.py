@@ -157,9 +157,9 @@ def test_a_torn_record_and_a_lost_file_are_told_by_name(tmp_path: Path) -> None:
     content = bytearray(kept.record.read_bytes())
     content[content.index(b'"step":2') + 7] ^= 1
     kept.record.write_bytes(content)
-    ((older,), _) = find_kept(tmp_path)
-    assert older.entry.step == 1
-    assert "does not match its checksum" in older.damaged[0]
+    ((twin,), _) = find_kept(tmp_path)
+    assert twin.entry.step == 2
+    assert "does not match its checksum" in twin.damaged[0]
     kept.file.unlink()
     found, (unreadable,) = find_kept(tmp_path)
     assert found == ()

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from packhorse.compiler.durability import slot_bytes
 from packhorse.compiler.lower import lower_plan
 from packhorse.errors import DoesNotFitError, RecipeError
 from packhorse.machine.spec import Link, Tier
@@ -162,7 +163,9 @@ def test_causes_add_up_and_the_step_is_the_simulators():
     causes = prediction.peak_bytes["device"]
     assert sum(causes.values()) - causes["base"] - causes.get("heap", 0) == device
     assert causes["base"] == 1000
-    assert prediction.scratch_bytes == disk
+    slots = prediction.peak_bytes["disk"]["slots"]
+    assert slots == slot_bytes(plan, program.layout) > 0
+    assert prediction.scratch_bytes == disk + slots
     read = sum(
         program.buffers[task.buffer].size_bytes
         for task in program.tasks
@@ -253,7 +256,8 @@ def test_a_plan_by_hand_is_predicted_too():
     )
     prediction = predict_plan(edited, candidates[0].model, candidates[0].profile, make_machine())
     assert prediction.step_ns > plan.prediction.step_ns
-    assert prediction.scratch_bytes == prediction.disk_read_bytes > 0
+    slots = prediction.peak_bytes["disk"]["slots"]
+    assert prediction.scratch_bytes - slots == prediction.disk_read_bytes > 0
     everything = search(candidates, pins={"parameters": "disk", "optimizer": "disk"})
     assert everything.prediction.bottleneck.startswith("disk: ")
 

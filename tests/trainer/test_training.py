@@ -57,6 +57,7 @@ from packhorse.trainer.training import train
 from packhorse.units import GIB
 
 FRESH = StartFresh()
+NOTHING_KEPT = {**ALL_ON_DISK, "durable": "off"}
 CURVE = ("step", "epoch", "loss", "eval_loss", "grad_norm", "learning_rate")
 
 
@@ -194,12 +195,12 @@ def test_dropout_resumes_bitwise(tmp_path: Path):
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Signals):
     before = signal.getsignal(number)
     with pytest.raises(StoppedError) as caught:
-        run(tmp_path, observer=SignalAt(2, number), plan=ALL_ON_DISK)
+        run(tmp_path, observer=SignalAt(2, number), plan=NOTHING_KEPT)
     assert signal.getsignal(number) is before
     assert caught.value.exit_code == 75
     assert f"stopped by {number.name} after step 2 of 6" in str(caught.value)
     assert [path.name for path in find_checkpoints(tmp_path / "run")] == ["checkpoint-2"]
-    run(tmp_path, resume=ResumeNewest(), plan=ALL_ON_DISK)
+    run(tmp_path, resume=ResumeNewest(), plan=NOTHING_KEPT)
     assert [line["step"] for line in curve(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -325,9 +326,9 @@ def test_a_run_folder_is_for_one_process_at_a_time(tmp_path: Path):
 def test_a_signal_while_the_checkpoint_is_checked_stops_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def interrupt(folder: Path, resume: Resume) -> Beginning:
+    def interrupt(folder: Path, resume: Resume, scratch: Path | None) -> Beginning:
         os.kill(os.getpid(), signal.SIGTERM)
-        return find_beginning(folder, resume)
+        return find_beginning(folder, resume, scratch)
 
     monkeypatch.setattr("packhorse.trainer.training.find_beginning", interrupt)
     with pytest.raises(StoppedError, match="stopped by SIGTERM before the first step"):

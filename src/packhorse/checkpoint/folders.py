@@ -48,6 +48,11 @@ def checkpoint_path(output_dir: Path, step: int) -> Path:
     return output_dir / f"checkpoint-{step}"
 
 
+def checkpoint_step(path: Path) -> int:
+    """The step in the name of a checkpoint folder; 0 for a folder with another name."""
+    return _step_of(path) or 0
+
+
 def temporary_path(path: Path) -> Path:
     """Name a fresh sibling for work in progress."""
     return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")

@@ -33,12 +33,17 @@ _BLOCK_ELEMENTS: Final = 1 << 20
 def describe_kept(owner: Path, model: Model, layout: Layout) -> Json:
     """What the record of a scratch file says beside its extents."""
     return {
-        "owner": str(owner.absolute()),
+        "owner": name_owner(owner),
         "model": model.fingerprint,
         "dtypes": dict(layout.dtypes),
         "chunks": [[int(chunk.id), chunk.start, chunk.num_elements] for chunk in layout.chunks],
         "slots": {name: [slot.start, list(slot.shape)] for name, slot in layout.slots.items()},
     }
+
+
+def name_owner(run_folder: Path) -> str:
+    """Name a run in the records of its scratch files."""
+    return str(run_folder.resolve())
 
 
 def kept_state_of(run: RunState) -> Json:

@@ -15,7 +15,6 @@ from packhorse.errors import FileFormatError
 if TYPE_CHECKING:
     from packhorse.cli.kinds import FileKind
     from packhorse.model.spec import Model
-    from packhorse.program.program import ProgramKind
     from packhorse.timeline.spec import Timeline
 
 _RUN_FILES: Final = (
@@ -117,6 +116,7 @@ def judge_file(path: Path, kind: FileKind, model: Path | None) -> Verdict:
 
 def _judge_plan(path: Path, model_path: Path | None) -> Verdict:
     from packhorse.cli.companions import read_plan_model
+    from packhorse.compiler.durability import list_kinds
     from packhorse.compiler.lower import lower_plan
     from packhorse.plan.files import read_plan
     from packhorse.plan.identity import check_plan
@@ -125,9 +125,7 @@ def _judge_plan(path: Path, model_path: Path | None) -> Verdict:
     plan = read_plan(path)
     model = read_plan_model(path, model_path)
     check_plan(plan, model)
-    kinds: tuple[ProgramKind, ...] = ("train_step", "evaluate", "load", "save")
-    if not model.num_trainable:
-        kinds = ("evaluate", "load", "save")
+    kinds = list_kinds(plan, trains=bool(model.num_trainable))
     tasks: dict[str, int] = {}
     for kind in kinds:
         program = lower_plan(plan, model, kind)

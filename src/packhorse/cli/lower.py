@@ -19,6 +19,8 @@ class ProgramPurpose(StrEnum):
     EVALUATE = "evaluate"
     LOAD = "load"
     SAVE = "save"
+    PERSIST = "persist"
+    RESTORE = "restore"
 
 
 def lower(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from packhorse.machine.spec import Machine
     from packhorse.plan.spec import Plan
     from packhorse.program.program import Program
+    from packhorse.runtime.emulation import Pace
     from packhorse.timeline.spec import Timeline
     from packhorse.trainer.recipe import Recipe
     from packhorse.trainer.run_folder import Resume
@@ -195,6 +196,26 @@ def _predict(planned: Planned, program: Program) -> Timeline:
     return simulate_run(program, costs=costs)
 
 
+def _find_pace(planned: Planned) -> Pace | None:
+    """The pace of an emulated machine, by the rates that its file declares."""
+    from packhorse.simulator.costs import TaskCosts
+
+    if planned.machine.emulation is None:
+        return None
+
+    def durations_ns(program: Program) -> list[int]:
+        costs = TaskCosts(
+            machine=planned.machine,
+            profile=planned.profile,
+            model=planned.traced.model,
+            program=program,
+            heap=planned.plan.heap.value,
+        )
+        return [costs.duration_ns(task) for task in program.tasks]
+
+    return durations_ns
+
+
 def _run(
     planned: Planned,
     predicted: Timeline,
@@ -227,6 +248,7 @@ def _run(
             observer=watcher,
             watch=watch,
             baseline_bytes=baseline_bytes,
+            pace=_find_pace(planned),
             audit=audit,
         )
     return watcher.summary

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from packhorse.compiler.buffers import name_states
+from packhorse.compiler.layout import lay_out_chunks
+from packhorse.model.spec import Model
 from packhorse.plan.spec import Plan
 from packhorse.program.buffers import Buffer, BufferId, ChunkId, Layout
 from packhorse.program.program import ProgramKind
@@ -56,6 +58,17 @@ def slot_bytes(plan: Plan, layout: Layout) -> int:
         buffer.size_bytes * (1 if buffer.home == "disk" else 2)
         for buffer in states_with_slots(plan, layout).values()
     )
+
+
+def kept_bytes_per_step(plan: Plan, model: Model) -> int:
+    """What is written behind, spread over the steps of an interval."""
+    every = plan.durable.value
+    if every == "off":
+        return 0
+    layout = lay_out_chunks(plan, model)
+    states = states_with_slots(plan, layout)
+    behind = states_written_behind(plan, layout)
+    return sum(states[name].size_bytes for name in behind) // every
 
 
 def _is_all_on_disk(plan: Plan) -> bool:

@@ -192,6 +192,7 @@ def _prediction_to_json(prediction: Prediction) -> dict[str, object]:
         "disk_read_bytes": prediction.disk_read_bytes,
         "disk_written_bytes": prediction.disk_written_bytes,
         "scratch_bytes": prediction.scratch_bytes,
+        "kept_bytes_per_step": prediction.kept_bytes_per_step,
     }
 
 
@@ -310,6 +311,9 @@ def _read_prediction(parent: Fields) -> Prediction:
         disk_written_bytes=fields.size("disk_written_bytes"),
         scratch_bytes=fields.size("scratch_bytes"),
         bottleneck=fields.text("bottleneck"),
+        kept_bytes_per_step=fields.size("kept_bytes_per_step")
+        if "kept_bytes_per_step" in fields
+        else 0,
     )
     fields.finish()
     return prediction

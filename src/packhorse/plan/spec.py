@@ -118,7 +118,8 @@ class Prediction:
     `peak_bytes` gives per tier the bytes of each cause at the moment of that tier's peak
     (parameters, gradients, optimizer, activations, logits, buffers, workspace, base);
     `time_ns` gives the step time by cause (forward, backward, recompute, update, norm, disk_read,
-    disk_write), `step_ns` the whole.
+    disk_write), `step_ns` the whole. `kept_bytes_per_step` are written behind on top, spread over
+    the steps between.
     """
 
     step_ns: int
@@ -128,6 +129,7 @@ class Prediction:
     disk_written_bytes: int
     scratch_bytes: int
     bottleneck: str
+    kept_bytes_per_step: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

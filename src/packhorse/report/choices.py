@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from packhorse.machine.spec import TierName
-from packhorse.plan.spec import ActivationChoice, Choice, Plan
+from packhorse.plan.spec import ActivationChoice, Choice, Durable, Plan
 from packhorse.units import format_bytes, format_count
 
 _MOST_REASONS: Final = 6
@@ -53,6 +53,7 @@ def fold_choices(plan: Plan) -> tuple[ChoiceGroup, ...]:
         _single("micro-batch", f"{rows.value} row{'s' if rows.value > 1 else ''}", rows.because),
         _single("loss", loss_words, loss.because),
         _single("C heap", plan.heap.value, plan.heap.because),
+        _single("kept steps", _say_durable(plan.durable.value), plan.durable.because),
         _single("chunk size", format_bytes(plan.chunk_bytes.value), plan.chunk_bytes.because),
         _single("order", plan.order.value.replace("_", " "), plan.order.because),
         *_fold("activations", blocks, name_blocks),
@@ -90,6 +91,12 @@ def _stride(plan: Plan) -> ChoiceGroup:
     words = {0: "none visits the device", 1: "all visit the device"}
     value = words.get(stride, f"1 of {stride} visits the device")
     return _single("update stride", value, plan.stride.because)
+
+
+def _say_durable(every: Durable) -> str:
+    if every == "off":
+        return "none"
+    return "every step" if every == 1 else f"every {every} steps"
 
 
 def _single(choice: str, value: str, because: str) -> ChoiceGroup:

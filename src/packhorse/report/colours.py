@@ -35,6 +35,7 @@ _CAUSE_COLOURS: Final[Mapping[str, str]] = {
     "workspace": "#8e6bbf",
     "heap": "#b58ad6",
     "copy": "#4fa9b0",
+    "slots": "#a56a43",
     "base": _GREY,
 }
 

@@ -137,7 +137,8 @@ def estimate_run(
         checkpoint_bytes=checkpoint_bytes,
         checkpoint_ns=ceil(checkpoint_bytes * 1e9 / link.bytes_per_s) if link else None,
         scratch_bytes=plan.prediction.scratch_bytes,
-        written_bytes_per_step=plan.prediction.disk_written_bytes,
+        written_bytes_per_step=plan.prediction.disk_written_bytes
+        + plan.prediction.kept_bytes_per_step,
         endurance_bytes=None if disk is None else disk.endurance_bytes,
         disk_rates=describe_disk_rates(machine, plan.prediction.scratch_bytes),
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from packhorse.compiler.durability import kept_bytes_per_step, slot_bytes
 from packhorse.compiler.lower import lower_plan
 from packhorse.machine.spec import Machine, TierName
 from packhorse.model.spec import Model
@@ -57,6 +58,11 @@ def predict_plan(plan: Plan, model: Model, profile: Profile, machine: Machine) -
         explain_peaks(short, model, program),
         explain_peaks(short, model, lower_plan(short, model, "evaluate")),
     )
+    slots = slot_bytes(plan, program.layout)
+    if slots:
+        disk: Mapping[str, int] = {**peaks.get("disk", {}), "slots": slots}
+        peaks = {tier: causes for tier, causes in peaks.items() if tier != "disk"}
+        peaks["disk"] = disk
     return Prediction(
         step_ns=sum(time_ns.values()),
         peak_bytes=peaks,
@@ -65,6 +71,7 @@ def predict_plan(plan: Plan, model: Model, profile: Profile, machine: Machine) -
         disk_written_bytes=moved["device"],
         scratch_bytes=sum(peaks.get("disk", {}).values()),
         bottleneck=_name_bottleneck(time_ns, moved),
+        kept_bytes_per_step=kept_bytes_per_step(plan, model),
     )
 
 

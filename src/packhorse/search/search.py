@@ -45,6 +45,7 @@ def find_plan(
     arithmetic: Arithmetic,
     global_batch_rows: int,
     pins: Pins = Pins(),  # noqa: B008 a frozen value
+    resumable: bool = True,
 ) -> Plan:
     """Find the fastest plan that fits the machine's budgets.
 
@@ -55,6 +56,7 @@ def find_plan(
         arithmetic: the numerics that are already decided.
         global_batch_rows: rows of one optimizer step.
         pins: choices that are fixed.
+        resumable: whether whoever runs the plan can go on from steps that it keeps.
 
     Raises:
         RecipeError: a pin or the batch cannot be met.
@@ -66,6 +68,7 @@ def find_plan(
         arithmetic=arithmetic,
         pins=pins,
         global_batch_rows=global_batch_rows,
+        resumable=resumable,
     )
     evaluator = Evaluator(problem)
     sketches = Sketches(evaluator)

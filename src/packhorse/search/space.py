@@ -95,13 +95,17 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a plan is searched for, the same for all settings."""
+    """What a plan is searched for, the same for all settings.
+
+    `resumable` says whether whoever runs the plan can go on from steps that it keeps.
+    """
 
     machine: Machine
     optimizer: OptimizerPlan
     arithmetic: Arithmetic
     pins: Pins
     global_batch_rows: int
+    resumable: bool = True
 
 
 Reason = Callable[[str, int, str], str]

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
 
+from packhorse.compiler.durability import list_kinds
 from packhorse.compiler.lower import lower_plan
 from packhorse.machine.spec import TierName
 from packhorse.model.spec import Model
 from packhorse.plan.spec import Plan
-from packhorse.program.program import ProgramKind
+from packhorse.search.durability import choose_durable
 from packhorse.search.evaluation import Evaluation, Evaluator, count_modelled
+from packhorse.search.keeping import choose_cache
 from packhorse.search.prediction import predict_plan
 from packhorse.search.reasons import Reasons
 from packhorse.search.sketch import Sketches
 from packhorse.search.space import build_plan
+from packhorse.search.stride import place_updates
 from packhorse.verifier.rules import verify_program
-
-KINDS: Final[tuple[ProgramKind, ...]] = ("train_step", "evaluate", "load", "save")
 
 
 def write_plan(
@@ -49,9 +49,21 @@ def write_plan(
         budget_bytes=budget_bytes,
         reason=reasons.of,
     )
+    candidate, machine = setting.candidate, problem.machine
+    plan = place_updates(plan, candidate.model, candidate.profile, machine, pins=problem.pins)
+    plan = choose_cache(plan, candidate.model, candidate.profile, machine, pins=problem.pins)
+    prediction = predict_plan(plan, candidate.model, candidate.profile, machine)
+    durable = choose_durable(
+        replace(plan, prediction=prediction),
+        candidate.model,
+        candidate.profile,
+        machine,
+        pin=problem.pins.durable,
+        resumable=problem.resumable,
+    )
+    plan = replace(plan, durable=durable)
     prove_plan(plan, setting.model)
-    candidate = setting.candidate
-    prediction = predict_plan(plan, candidate.model, candidate.profile, problem.machine)
+    prediction = predict_plan(plan, candidate.model, candidate.profile, machine)
     disk = problem.machine.tier("disk")
     return replace(
         plan,
@@ -69,5 +81,5 @@ def prove_plan(plan: Plan, model: Model) -> None:
     """
     count = count_modelled(plan.order.value, plan.numerics.num_microbatches)
     short = replace(plan, numerics=replace(plan.numerics, num_microbatches=count))
-    for kind in KINDS:
+    for kind in list_kinds(plan):
         verify_program(lower_plan(short, model, kind), model)

@@ -1,8 +1,12 @@
 """The small file that says what a scratch file holds: which step, and which slot of each buffer.
 
     header    how the scratch file is laid out, and whose it is; written once
-    entry 0   written in turn, each with a checksum and a rising number: a torn
-    entry 1   one is refused, and the one before it still stands
+    entry 0   written and flushed first, with a checksum and a rising number
+    entry 1   then the same again
+
+A torn entry 0 leaves the step before in entry 1, and no later write has touched its slots. Once
+entry 0 is there, entry 1 no longer speaks of that step: whatever is damaged afterwards, what is
+still whole is never older than the slots that lie under it.
 
 In: a header and entries, as JSON. Out: after a crash, the newest entry that is whole. An entry says
 nothing of the scratch file's own durability: whoever adds it has flushed that file before.
@@ -77,11 +81,10 @@ class RecordFile:
         return self._header
 
     def add(self, entry: Entry) -> None:
-        """Write an entry over the older one; blocks until it is on the disk.
+        """Write an entry over the one before; blocks until it is on the disk.
 
         Raises:
-            StorageError: the disk fails, or the entry is larger than its room; the newer of the two
-                earlier entries still stands.
+            StorageError: the disk fails; the entry before still stands.
         """
         assert self._descriptor is not None
         body = json.dumps(
@@ -96,15 +99,18 @@ class RecordFile:
         block = _pack(body)
         if len(block) > self._entry_bytes:
             raise ValueError(f"an entry of {len(block)} bytes has room for {self._entry_bytes}")
-        place = self._start_bytes + self._next_number % NUM_ENTRIES * self._entry_bytes
         try:
-            done = 0
-            while done < len(block):
-                done += os.pwrite(self._descriptor, block[done:], place + done)
+            self._write(self._descriptor, block, self._start_bytes)
             os.fdatasync(self._descriptor)
+            self._write(self._descriptor, block, self._start_bytes + self._entry_bytes)
         except OSError as error:
             raise explain_failure(error, self._path, "record a finished step") from error
         self._next_number += 1
+
+    def _write(self, descriptor: int, block: bytes, place: int) -> None:
+        done = 0
+        while done < len(block):
+            done += os.pwrite(descriptor, block[done:], place + done)
 
     def close(self) -> None:
         """Close the file and keep it. Closing twice is harmless."""

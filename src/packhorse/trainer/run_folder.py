@@ -24,15 +24,18 @@ from typing import Final, Self, TextIO, assert_never, cast
 
 from packhorse.checkpoint.folders import (
     Skipped,
+    checkpoint_step,
     clean_leftovers,
     find_checkpoints,
     find_leftovers,
     newest_complete,
     verify_checkpoint,
 )
+from packhorse.checkpoint.kept_run import name_owner
 from packhorse.errors import FileFormatError, InputError, StorageError
 from packhorse.storage.durable import write_durably
 from packhorse.storage.folder_lock import FolderLock, lock_folder
+from packhorse.storage.kept_state import KeptState, Unreadable, find_kept, refuse_kept
 from packhorse.storage.space import explain_failure
 
 RECIPE_NAME: Final = "recipe.yaml"
@@ -68,10 +71,16 @@ Resume = StartFresh | ResumeNewest | ResumeFrom
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginning:
-    """Where a run begins: a verified checkpoint or None, and newer ones that cannot be used."""
+    """Where a run begins: kept state, a verified checkpoint, or neither.
+
+    `skipped` is what is newer and cannot be used, `obsolete` the run's kept state that something
+    newer stands for.
+    """
 
     checkpoint: Path | None
     skipped: tuple[Skipped, ...]
+    kept: KeptState | None = None
+    obsolete: tuple[KeptState, ...] = ()
 
 
 def read_resume(given: bool | str | Path | None, fallback: bool | str | None = None) -> Resume:
@@ -105,8 +114,11 @@ def claim_run(folder: Path) -> FolderLock:
     )
 
 
-def find_beginning(folder: Path, resume: Resume) -> Beginning:
+def find_beginning(folder: Path, resume: Resume, scratch: Path | None = None) -> Beginning:
     """Decide where a run in `folder` begins. Changes nothing.
+
+    Args:
+        scratch: the scratch folder, where the state of the last finished step may be kept.
 
     Raises:
         InputError: the folder cannot be made or written, a fresh start where there is state, no
@@ -114,13 +126,17 @@ def find_beginning(folder: Path, resume: Resume) -> Beginning:
         FileFormatError: the named checkpoint is damaged or cannot be resumed.
     """
     _refuse_unwritable(folder)
+    all_kept, unreadable = ((), ()) if scratch is None else find_kept(scratch)
+    kept = tuple(each for each in all_kept if each.owner == name_owner(folder))
     match resume:
         case StartFresh():
             _refuse_state(folder)
+            for each in all_kept:
+                raise refuse_kept(each, scratch or folder)
             return Beginning(checkpoint=None, skipped=())
         case ResumeNewest(required=required):
-            newest = newest_complete(folder)
-            if newest.path is None and required:
+            newest = _find_newest(folder, kept, unreadable)
+            if newest.checkpoint is None and newest.kept is None and required:
                 reasons = "\n".join(f"{s.path.name}: {s.reason}" for s in newest.skipped)
                 raise InputError(
                     "there is no checkpoint to resume from",
@@ -128,7 +144,7 @@ def find_beginning(folder: Path, resume: Resume) -> Beginning:
                     fix="set resume_from_checkpoint: false, or use --resume, which then starts"
                     " afresh",
                 )
-            return Beginning(checkpoint=newest.path, skipped=newest.skipped)
+            return newest
         case ResumeFrom(path=path):
             if not path.is_dir():
                 raise InputError(
@@ -138,8 +154,28 @@ def find_beginning(folder: Path, resume: Resume) -> Beginning:
                 )
             step = verify_checkpoint(path).run.step
             _refuse_newer(folder, path, step)
-            return Beginning(checkpoint=path, skipped=())
+            for each in kept:
+                if each.entry.step > step:
+                    raise _refuse_branch(step, path, each)
+            return Beginning(checkpoint=path, skipped=(), obsolete=kept)
     assert_never(resume)
+
+
+def _find_newest(
+    folder: Path, kept: tuple[KeptState, ...], unreadable: tuple[Unreadable, ...]
+) -> Beginning:
+    """Take the newest of checkpoints and kept state; of equal ones what is kept, it is in place."""
+    skipped = [Skipped(path=each.path, reason=each.reason) for each in unreadable]
+    skipped += [Skipped(path=k.record, reason=reason) for k in kept[:1] for reason in k.damaged]
+    steps = [checkpoint_step(path) for path in find_checkpoints(folder)]
+    if kept and kept[0].entry.step >= max(steps, default=0):
+        return Beginning(checkpoint=None, skipped=tuple(skipped), kept=kept[0], obsolete=kept[1:])
+    newest = newest_complete(folder)
+    skipped += newest.skipped
+    found = 0 if newest.path is None else checkpoint_step(newest.path)
+    if kept and kept[0].entry.step >= found:
+        return Beginning(checkpoint=None, skipped=tuple(skipped), kept=kept[0], obsolete=kept[1:])
+    return Beginning(checkpoint=newest.path, skipped=tuple(skipped), obsolete=kept)
 
 
 def clear_leftovers(folder: Path) -> tuple[Path, ...]:
@@ -314,6 +350,16 @@ def _refuse_newer(folder: Path, path: Path, step: int) -> None:
             fix="to go on from the newest, give --resume alone;"
             f"\nto go back, move {names} away yourself, or choose another output_dir",
         )
+
+
+def _refuse_branch(step: int, path: Path, kept: KeptState) -> InputError:
+    return InputError(
+        f"resuming after step {step} would give up what the scratch folder keeps: the state after"
+        f" step {kept.entry.step}",
+        where=f"--resume {path}\n{kept.file}",
+        fix="to go on from the newest, give --resume alone;"
+        f"\nto go back, give it up yourself: packhorse clean {kept.file.parent}",
+    )
 
 
 def _list_names(folder: Path) -> str:

@@ -62,6 +62,11 @@ class RunSaver:
         return bool(self._frozen.states)
 
     @property
+    def is_resumable(self) -> bool:
+        """Whether a run can go on from a checkpoint: it holds more than the model."""
+        return not self._prepared.recipe.save_only_model
+
+    @property
     def checkpoint_bytes(self) -> int:
         """Size of a checkpoint."""
         return self._sizes.checkpoint_bytes
@@ -98,7 +103,7 @@ class RunSaver:
         recipe = self._prepared.recipe
         with CheckpointWriter(
             recipe.run_folder,
-            self._describe_state(step),
+            self.describe_state(step),
             self._tensors,
             add_files=self._add_files(),
             model_only=recipe.save_only_model,
@@ -123,7 +128,7 @@ class RunSaver:
         Raises:
             MismatchError: the run would not continue where it stopped.
         """
-        own = self._describe_state(state.step)
+        own = self.describe_state(state.step)
         for name, theirs in state.data_position.items():
             mine = own.data_position.get(name)
             if name != "step" and mine != theirs:
@@ -145,7 +150,8 @@ class RunSaver:
             return ()
         return ("numerics differ from the checkpoint's, so bits may too: " + "; ".join(changed),)
 
-    def _describe_state(self, step: int) -> RunState:
+    def describe_state(self, step: int) -> RunState:
+        """The run's state after `step`, besides its tensors."""
         prepared, numerics = self._prepared, self._plan.numerics
         data = prepared.data
         return RunState(

@@ -14,8 +14,11 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
+from packhorse.checkpoint.kept_run import KeptRun, describe_kept, kept_state_of
+from packhorse.checkpoint.manifest import RunState
 from packhorse.checkpoint.resume import SavedRun
 from packhorse.checkpoint.save import Piece
+from packhorse.compiler.durability import keeps_steps, list_kinds, states_with_slots
 from packhorse.compiler.lower import lower_plan
 from packhorse.errors import InputError
 from packhorse.graph.export import DENOMINATOR
@@ -26,12 +29,14 @@ from packhorse.plan.identity import check_plan
 from packhorse.plan.spec import Plan
 from packhorse.program.buffers import Layout
 from packhorse.program.program import Program, ProgramKind, Proof
+from packhorse.runtime.disk import Keeping
+from packhorse.runtime.emulation import Pace
 from packhorse.runtime.engine import Engine, ParameterPiece, StepResult
+from packhorse.storage.kept_state import KeptState
 from packhorse.storage.scratch_space import Scratch
 from packhorse.trainer.weights import WeightSource
 from packhorse.verifier.rules import verify_program
 
-KINDS: Final[tuple[ProgramKind, ...]] = ("train_step", "evaluate", "load", "save")
 _VALUES: Final = ("param", "master")
 
 
@@ -43,7 +48,10 @@ class Session:
         seed: of dropout.
         scratch: folder of the disk tier, or all of them and how their bytes move; None where the
             plan uses no disk.
+        pace: how long tasks take on the machine that is emulated; None: as long as they take.
         audit: check every task against what it declares (slow).
+        owner: the run folder for which steps are kept as the plan says; None: none are.
+        resumed: kept state of that run; see `is_reopened`.
 
     Raises:
         MismatchError: the plan was made for another model or shape.
@@ -61,19 +69,32 @@ class Session:
         max_grad_norm: float | None,
         seed: int,
         scratch: Path | Scratch | None,
+        pace: Pace | None = None,
         audit: bool = False,
+        owner: Path | None = None,
+        resumed: KeptState | None = None,
     ) -> None:
         check_plan(plan, traced.model)
         _check_optimizer(plan, optimizer, max_grad_norm)
         self.plan = plan
         self.model: Model = traced.model
         self.programs: Mapping[ProgramKind, Program] = {
-            kind: lower_plan(plan, traced.model, kind) for kind in KINDS
+            kind: lower_plan(plan, traced.model, kind) for kind in list_kinds(plan)
         }
         self.proofs: Mapping[ProgramKind, Proof] = {
             kind: verify_program(program, traced.model) for kind, program in self.programs.items()
         }
-        uses_disk = any(
+        keeping = None
+        if owner is not None and keeps_steps(plan):
+            layout = self.programs["load"].layout
+            keeping = Keeping(
+                sizes_bytes={
+                    name: buffer.size_bytes
+                    for name, buffer in states_with_slots(plan, layout).items()
+                },
+                description=describe_kept(owner, traced.model, layout),
+            )
+        uses_disk = keeping is not None or any(
             "disk" in buffer.pools
             for program in self.programs.values()
             for buffer in program.buffers.values()
@@ -89,7 +110,10 @@ class Session:
             num_threads=plan.numerics.num_threads,
             heap=plan.heap.value,
             device=plan.numerics.device,
+            pace=pace,
             audit=audit,
+            keeping=keeping,
+            resumed=resumed,
         )
 
     def __enter__(self) -> Self:
@@ -118,6 +142,11 @@ class Session:
     def scratch_bytes(self) -> int:
         """Size of the scratch file."""
         return self._engine.scratch_bytes
+
+    @property
+    def scratch_path(self) -> Path | None:
+        """The scratch file, where there is one."""
+        return self._engine.scratch_path
 
     @property
     def step_flops(self) -> int:
@@ -150,6 +179,70 @@ class Session:
                 saved.read_into(piece.parameter, state, piece.start, piece.stop, piece.tensor)
 
         self._engine.load(fill)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether finished steps are kept in the scratch folder."""
+        return self._engine.keeper.is_on
+
+    @property
+    def is_reopened(self) -> bool:
+        """Whether the scratch file itself holds the states to go on from: see `reopen`.
+
+        False when the plan lays it out otherwise: then `resume_kept` reads the old file.
+        """
+        return self._engine.keeper.is_reopened
+
+    def reopen(self, weights: WeightSource) -> None:
+        """Go on from the scratch file: what lies on the disk stays there, the rest is read.
+
+        Frozen parameters in memory come from `weights` again.
+        """
+
+        def fill(state: str, piece: ParameterPiece) -> None:
+            if state in _VALUES:
+                weights.read_into(piece.parameter, piece.start, piece.stop, piece.tensor)
+
+        self._engine.restore(fill)
+
+    def resume_kept(self, saved: KeptRun, weights: WeightSource) -> None:
+        """Fill every state from kept state of another plan; see `resume`."""
+        saved.check_model(self.model, self.layout)
+
+        def fill(state: str, piece: ParameterPiece) -> None:
+            trained = self.model.parameters[piece.parameter].trainable
+            if trained or (state in _VALUES and saved.holds(piece.parameter, state)):
+                saved.read_into(piece.parameter, state, piece.start, piece.stop, piece.tensor)
+            elif state in _VALUES:
+                weights.read_into(piece.parameter, piece.start, piece.stop, piece.tensor)
+
+        self._engine.load(fill)
+
+    def finish_step(self, run: RunState) -> None:
+        """Keep the state after a finished step when its turn has come, in the background.
+
+        Raises:
+            StorageError: the disk is full or fails.
+        """
+        every = self.plan.durable.value
+        if self.keeps and every != "off" and run.step % every == 0:
+            self._engine.keeper.keep(run.step, kept_state_of(run))
+
+    def keep_now(self, run: RunState) -> None:
+        """Keep the state after the last finished step; blocks until it is on the disk.
+
+        Raises:
+            StorageError: the disk is full or fails.
+        """
+        keeper = self._engine.keeper
+        keeper.settle()
+        if keeper.kept_step != run.step:
+            keeper.keep(run.step, kept_state_of(run))
+            keeper.settle()
+
+    def discard_kept(self) -> None:
+        """Let kept state go when the session closes: it is elsewhere too."""
+        self._engine.keeper.discard()
 
     def train_step(
         self,

@@ -1,13 +1,14 @@
 """One training run: from a plan to a model on the disk.
 
 In: a prepared recipe, a plan with its traced model, a machine, how to begin, an observer. Out: a
-`TrainResult` and a run folder. Killed at any moment, the run resumes at its newest checkpoint and
-the curve is bitwise the same: batches, learning rates and random numbers are functions of the step.
+`TrainResult` and a run folder. Killed at any moment, the run resumes at its newest checkpoint
+or kept step and the curve is bitwise the same: batches, learning rates and random numbers are
+functions of the step.
 
     evaluate, when it is step 0
     for step in 1 .. num_steps:
         train the step's batch; report it
-        evaluate and save when it is time; stop after a signal, saved
+        keep it; evaluate and save when it is time; stop after a signal, kept or saved
     save the model
 """
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from packhorse.checkpoint.resume import SavedRun
+from packhorse.checkpoint.folders import checkpoint_path
 from packhorse.errors import DataError, InputError, StoppedError
 from packhorse.graph.trace import Traced
 from packhorse.machine.files import format_machine
@@ -29,9 +30,11 @@ from packhorse.machine.spec import Machine
 from packhorse.optim.schedules import learning_rate_at
 from packhorse.plan.files import PLAN_NAME, format_plan
 from packhorse.plan.spec import Plan
+from packhorse.runtime.emulation import Pace
 from packhorse.runtime.engine import StepResult
 from packhorse.runtime.memory.heap import trim_heap
 from packhorse.runtime.scratch import find_scratch
+from packhorse.storage.kept_state import remove_kept
 from packhorse.timeline.files import format_timeline
 from packhorse.timeline.spec import Timeline
 from packhorse.trainer.frozen_values import SavedWeights, ValueSource
@@ -64,6 +67,7 @@ from packhorse.trainer.run_folder import (
 )
 from packhorse.trainer.saving import RunSaver
 from packhorse.trainer.session import Session
+from packhorse.trainer.starting import fill_states, resumed_from
 from packhorse.trainer.stop_signals import StopSignals, stop_at_once
 from packhorse.units import GIB, format_bytes, format_ns
 
@@ -82,6 +86,7 @@ def train(
     observer: Observer | None = None,
     watch: Watch | None = None,
     baseline_bytes: int | None = None,
+    pace: Pace | None = None,
     audit: bool = False,
 ) -> TrainResult:
     """Run a recipe under a plan.
@@ -97,6 +102,7 @@ def train(
         watch: asked after each step what there is to say of its timeline; that is noted.
         baseline_bytes: `measure_baseline()` of before; what the process takes beyond it is
             reported.
+        pace: how long tasks take on the machine that is emulated; None: as long as they take.
         audit: check every task against what it declares (slow).
 
     Raises:
@@ -111,7 +117,9 @@ def train(
         # Before anything that takes long: may this run begin here?
         with stop_at_once():
             stack.enter_context(claim_run(recipe.run_folder))
-            beginning, cleared = _begin(recipe.run_folder, resume)
+            scratch = find_scratch(machine.tier("disk"))
+            place = None if scratch is None else scratch.parts[0].folder
+            beginning, cleared = _begin(recipe.run_folder, resume, place)
         signals = stack.enter_context(StopSignals())
         reporters = open_reporters(recipe)
         for reporter in reporters:
@@ -123,8 +131,11 @@ def train(
                 optimizer=prepared.optimizer,
                 max_grad_norm=recipe.max_grad_norm,
                 seed=recipe.seed,
-                scratch=find_scratch(machine.tier("disk")),
+                scratch=scratch,
+                pace=pace,
                 audit=audit,
+                owner=recipe.run_folder,
+                resumed=beginning.kept,
             )
         )
         weights = prepared.open_weights()
@@ -134,19 +145,9 @@ def train(
             source = SavedWeights(beginning.checkpoint)
             stack.callback(source.close)
         saver = RunSaver(session, prepared, plan, dtypes=weights.dtypes, source=source)
-        finished, notes = 0, [f"{s.path.name} is skipped: {s.reason}" for s in beginning.skipped]
         watcher = observer or SilentObserver()
         watcher.progressed("loading", 0, None)
-        if beginning.checkpoint is not None:
-            with SavedRun(beginning.checkpoint, checksums=False) as saved:
-                notes += saver.check_state(saved.run)
-                session.resume(saved)
-                finished = saved.run.step
-            notes.append(f"resumed from {beginning.checkpoint} after step {finished}")
-        else:
-            if not isinstance(resume, StartFresh):
-                notes.append("there is no checkpoint to resume from, so the run begins at step 1")
-            session.begin(weights)
+        finished, notes = fill_states(session, saver, beginning, weights, resume=resume)
         if saver.reads_source:
             source.release()
         else:
@@ -172,7 +173,7 @@ def train(
             watch=watch,
             signals=signals,
             peak_flops_per_s=_peak_rate(machine, plan),
-            resumed_from=beginning.checkpoint,
+            resumed_from=resumed_from(beginning),
             baseline_bytes=baseline_bytes,
         )
         for text in notes:
@@ -180,12 +181,17 @@ def train(
         return run.go(finished)
 
 
-def _begin(folder: Path, resume: Resume) -> tuple[Beginning, tuple[Path, ...]]:
+def _begin(
+    folder: Path, resume: Resume, scratch: Path | None
+) -> tuple[Beginning, tuple[Path, ...]]:
     """Find where to begin, and what was cleared away before: the newest may have to come back."""
     if isinstance(resume, StartFresh):
-        return find_beginning(folder, resume), ()
+        return find_beginning(folder, resume, scratch), ()
     cleared = clear_leftovers(folder)
-    return find_beginning(folder, resume), cleared
+    beginning = find_beginning(folder, resume, scratch)
+    for kept in beginning.obsolete:
+        remove_kept(kept)
+    return beginning, cleared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +209,7 @@ class _Run:
     baseline_bytes: int | None
 
     def go(self, finished: int) -> TrainResult:
-        recipe, data = self.prepared.recipe, self.prepared.data
+        data = self.prepared.data
         num_steps = data.num_steps
         if finished > num_steps:
             raise InputError(
@@ -219,22 +225,32 @@ class _Run:
         if not self._is_evaluated(finished):
             # At step 0, or put off by the signal that stopped the run.
             eval_loss = self._evaluate(finished)
+        if finished and saved_step != finished and self._saves_after(finished):
+            # Kept, but killed before its checkpoint was whole.
+            if not checkpoint_path(self.folder.path, finished).is_dir():
+                self._save_checkpoint(finished)
+            saved_step = finished
         if self.signals.name is not None:
             raise self._stop(finished, saved_step)
         for step in range(finished + 1, num_steps + 1):
             report = self._train_step(step, num_in_process=step - finished)
+            self.session.finish_step(self.saver.describe_state(step))
             loss = loss if report is None else report.loss
-            last = step == num_steps
             if self._evaluates_after(step):
                 eval_loss = self._evaluate(step)
-            if recipe.save_steps is not None and (last or _is_due(step, recipe.save_steps)):
+            stops = self.signals.name is not None
+            if stops and self.session.keeps:
+                # What is due is saved when the run goes on: whoever stops it may not wait for long.
+                raise self._stop(step, saved_step)
+            if self._saves_after(step):
                 self._save_checkpoint(step)
                 saved_step = step
-            if self.signals.name is not None and not (last and self._is_evaluated(step)):
+            if stops and not (step == num_steps and self._is_evaluated(step)):
                 raise self._stop(step, saved_step)
         begin_save = time.monotonic()
         self.saver.save_model()
         self._tell_saved(self.folder.path, time.monotonic() - begin_save)
+        self.session.discard_kept()
         result = TrainResult(
             num_steps=num_steps,
             loss=loss,
@@ -356,6 +372,11 @@ class _Run:
         is_time = step == data.num_steps or _is_due(step, interval)  # step 0 is a multiple, too
         return data.evaluation is not None and is_time
 
+    def _saves_after(self, step: int) -> bool:
+        interval = self.prepared.recipe.save_steps
+        last = step == self.prepared.data.num_steps
+        return interval is not None and (last or _is_due(step, interval))
+
     def _is_evaluated(self, step: int) -> bool:
         return not self._evaluates_after(step) or self.folder.has_evaluation(step)
 
@@ -420,10 +441,20 @@ class _Run:
                 where=str(self.folder.path),
                 fix="packhorse train RECIPE --resume",
             )
-        if saved_step != step:
-            self._save_checkpoint(step)
-        self.folder.write_log(f"stopped by {self.signals.name} after step {step}")
         fix = "packhorse train RECIPE --resume"
+        if saved_step != step or recipe.save_only_model:
+            if self.session.keeps:
+                self.session.keep_now(self.saver.describe_state(step))
+                self.folder.write_log(f"stopped by {self.signals.name} after step {step}, kept")
+                return StoppedError(
+                    f"stopped by {self.signals.name} after step {step} of"
+                    f" {self.prepared.data.num_steps}; its state is kept in the scratch folder",
+                    where=str(self.session.scratch_path),
+                    fix=fix,
+                )
+            self._save_checkpoint(step)
+        self.session.discard_kept()
+        self.folder.write_log(f"stopped by {self.signals.name} after step {step}")
         if recipe.save_only_model:
             fix = "save_only_model leaves nothing to resume from; begin from the saved weights"
         return StoppedError(

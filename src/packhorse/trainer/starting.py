@@ -1,0 +1,71 @@
+"""Fills a session's states: from kept state, a checkpoint, or weights.
+
+In: a session and where the run begins. Out: how many steps are finished, and what is to be told.
+Kept state is in place when the scratch file of this plan would be the same; else its states are
+read by name, and it goes once a file or a checkpoint of this plan holds them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from packhorse.checkpoint.kept_run import KeptRun
+from packhorse.checkpoint.resume import SavedRun
+from packhorse.storage.kept_state import KeptState, remove_kept
+from packhorse.trainer.run_folder import Beginning, Resume, StartFresh
+from packhorse.trainer.saving import RunSaver
+from packhorse.trainer.session import Session
+from packhorse.trainer.weights import WeightSource
+
+
+def fill_states(
+    session: Session,
+    saver: RunSaver,
+    beginning: Beginning,
+    weights: WeightSource,
+    *,
+    resume: Resume,
+) -> tuple[int, list[str]]:
+    """Fill every state; give the number of finished steps, and notes.
+
+    Raises:
+        MismatchError: what is resumed is of another model, data or optimizer.
+        FileFormatError: a state is missing or a file is damaged.
+        StorageError: the disk is full or fails.
+    """
+    notes = [f"{each.path.name} is skipped: {each.reason}" for each in beginning.skipped]
+    if beginning.kept is not None:
+        return beginning.kept.entry.step, notes + _go_on(session, saver, beginning.kept, weights)
+    if beginning.checkpoint is not None:
+        with SavedRun(beginning.checkpoint, checksums=False) as saved:
+            notes += saver.check_state(saved.run)
+            session.resume(saved)
+        notes.append(f"resumed from {beginning.checkpoint} after step {saved.run.step}")
+        return saved.run.step, notes
+    if not isinstance(resume, StartFresh):
+        notes.append("there is no state to resume from, so the run begins at step 1")
+    session.begin(weights)
+    return 0, notes
+
+
+def resumed_from(beginning: Beginning) -> Path | None:
+    """The file or folder that a run goes on from."""
+    return beginning.checkpoint if beginning.kept is None else beginning.kept.file
+
+
+def _go_on(session: Session, saver: RunSaver, kept: KeptState, weights: WeightSource) -> list[str]:
+    step = kept.entry.step
+    with KeptRun(kept) as saved:
+        notes = list(saver.check_state(saved.run))
+        if session.is_reopened:
+            session.reopen(weights)
+            return [*notes, f"resumed in place from {kept.file} after step {step}"]
+        session.resume_kept(saved, weights)
+    notes.append(f"resumed from {kept.file} after step {step}, laid out by another plan")
+    if session.keeps:
+        session.keep_now(saver.describe_state(step))
+        remove_kept(kept)
+    elif saver.is_resumable:
+        notes.append(f"saved {saver.save_checkpoint(step).name}: this plan keeps no steps")
+        remove_kept(kept)
+    return notes
