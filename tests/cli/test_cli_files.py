@@ -13,11 +13,14 @@ import pytest
 from cli_cases import write_plan_folder
 from models import make_model
 
-from packhorse.machine.files import read_machine
+from packhorse.machine.catalogue import load_known_machine
+from packhorse.machine.files import read_machine, write_machine
 from packhorse.model.files import format_model
 from packhorse.plan.files import read_plan
 from packhorse.program.digest import digest_program
 from packhorse.program.text import parse_program
+from packhorse.storage.kept_state import KeptState, find_kept, name_owner
+from packhorse.storage.record import Entry, create_record
 from packhorse.timeline.files import format_timeline, read_timeline
 from packhorse.trainer.run_folder import claim_run
 from packhorse.verifier.rules import RULES
@@ -34,7 +37,7 @@ def test_lower_prints_a_program_that_parses(shell, plan_folder):
     assert document["tasks"] == len(program.tasks)
 
 
-@pytest.mark.parametrize("kind", ["train_step", "evaluate", "load", "save"])
+@pytest.mark.parametrize("kind", ["train_step", "evaluate", "load", "save", "persist", "restore"])
 def test_lower_has_all_kinds(shell, plan_folder, tmp_path, kind):
     done = shell("lower", plan_folder, "--kind", kind, "--out", tmp_path / "p.txt")
     assert (done.code, done.out) == (0, "")
@@ -358,6 +361,52 @@ def test_clean_removes_leftovers_and_nothing_else(shell, tmp_path):
     done = shell("clean", tmp_path)
     assert (done.code, done.out) == (0, f"nothing unfinished in {tmp_path}\n")
     assert shell("clean", tmp_path / "missing").code == 2
+
+
+def keep_state(scratch: Path, run: Path, step: int) -> KeptState:
+    """What a killed run leaves in its scratch folder."""
+    scratch.mkdir(exist_ok=True)
+    (scratch / "packhorse-state.scratch").write_bytes(bytes(4096))
+    header = {"owner": name_owner(run), "file_bytes": 4096}
+    record = create_record(scratch / "packhorse-record.scratch", header, num_buffers=0)
+    record.add(Entry(step=step, slots=(), state={}))
+    record.close()
+    ((kept,), _) = find_kept(scratch)
+    return kept
+
+
+def test_clean_says_which_state_it_would_give_up(shell, tmp_path):
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    run.mkdir()
+    keep_state(scratch, run, 12)
+    make_machine_file(run, scratch)
+    for path in (run, scratch):
+        done = shell("clean", path)
+        assert done.code == 2
+        assert f"the state of the run in {run} after step 12, 4.00 KiB" in done.out
+        assert "the record of packhorse-state.scratch" in done.out
+    assert shell("clean", run, "--yes").code == 0
+    assert find_kept(scratch) == ((), ())
+    assert not list(scratch.glob("*.scratch"))
+
+
+def test_clean_of_a_run_leaves_the_state_of_another_alone(shell, tmp_path):
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    run.mkdir()
+    kept = keep_state(scratch, tmp_path / "other", 12)
+    (scratch / "packhorse-old.scratch").write_bytes(bytes(4096))
+    make_machine_file(run, scratch)
+    document = shell("clean", run, "--yes", "--json").document
+    assert [Path(each["path"]).name for each in document["found"]] == ["packhorse-old.scratch"]
+    assert find_kept(scratch) == ((kept,), ())
+    assert shell("clean", scratch, "--yes").code == 0
+    assert find_kept(scratch) == ((), ())
+
+
+def make_machine_file(run: Path, scratch: Path) -> None:
+    machine = load_known_machine("laptop-16gb")
+    tiers = [replace(tier, path=str(scratch)) if tier.path else tier for tier in machine.tiers]
+    write_machine(replace(machine, tiers=tuple(tiers)), run / "machine.json")
 
 
 def test_plans_are_read_without_torch(tmp_path):

@@ -24,7 +24,7 @@ from packhorse.errors import FileFormatError, MismatchError
 from packhorse.model.spec import ITEM_BYTES, Model
 from packhorse.program.buffers import ChunkId, Layout, state_id
 from packhorse.storage.extents import ALIGNMENT_BYTES
-from packhorse.storage.kept_state import KeptState, open_kept
+from packhorse.storage.kept_state import KeptState, name_owner, open_kept
 from packhorse.storage.record import Json
 
 _BLOCK_ELEMENTS: Final = 1 << 20
@@ -39,11 +39,6 @@ def describe_kept(owner: Path, model: Model, layout: Layout) -> Json:
         "chunks": [[int(chunk.id), chunk.start, chunk.num_elements] for chunk in layout.chunks],
         "slots": {name: [slot.start, list(slot.shape)] for name, slot in layout.slots.items()},
     }
-
-
-def name_owner(run_folder: Path) -> str:
-    """Name a run in the records of its scratch files."""
-    return str(run_folder.resolve())
 
 
 def kept_state_of(run: RunState) -> Json:

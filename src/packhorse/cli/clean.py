@@ -51,7 +51,7 @@ def clean_folder(
     elif screen.ask(f"remove these, {format_bytes(total_bytes)} in all?", yes=yes):
         with claim_run(path):
             for folder in scratch:
-                clean_scratch(folder)
+                clean_scratch(folder, but=_find_others(folder, path))
             clean_leftovers(path)
         removed = True
         screen.show_text(f"removed, {format_bytes(total_bytes)} freed\n")
@@ -70,8 +70,9 @@ def clean_folder(
 
 
 def find_remains(path: Path, scratch: list[Path]) -> list[Remains]:
-    """List the unfinished saves of a run folder and the scratch files of dead runs."""
+    """List the unfinished saves of a run folder, and what dead runs left in scratch folders."""
     from packhorse.checkpoint.folders import find_leftovers
+    from packhorse.storage.kept_state import find_kept
     from packhorse.storage.scratch_folder import find_leftovers as find_scratch_files
 
     found = [
@@ -85,11 +86,39 @@ def find_remains(path: Path, scratch: list[Path]) -> list[Remains]:
         for leftover in find_leftovers(path)
     ]
     for folder in scratch:
+        kept, _ = find_kept(folder)
+        others = _find_others(folder, path)
+        words = {
+            path: f"the state of the run in {each.owner} after step {each.entry.step}"
+            for each in kept
+            for path in (each.file, *each.parts)
+        }
+        words |= {each.record: f"the record of {each.file.name}" for each in kept}
         found += [
-            Remains(path=file.path, what="a scratch file", size_bytes=file.size_bytes)
+            Remains(
+                path=file.path,
+                what=words.get(file.path, "a scratch file that holds no state"),
+                size_bytes=file.size_bytes,
+            )
             for file in find_scratch_files(folder)
+            if file.path not in others
         ]
     return found
+
+
+def _find_others(folder: Path, path: Path) -> tuple[Path, ...]:
+    """Files in a run's scratch folder that keep the state of another run: they are not its own."""
+    from packhorse.storage.kept_state import find_kept, name_owner
+
+    if folder == path:
+        return ()
+    kept, _ = find_kept(folder)
+    return tuple(
+        file
+        for each in kept
+        if each.owner != name_owner(path)
+        for file in (each.file, *each.parts, each.record)
+    )
 
 
 def _find_scratch(path: Path) -> list[Path]:

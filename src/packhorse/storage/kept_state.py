@@ -99,6 +99,11 @@ def find_kept(
     return tuple(found), tuple(unreadable)
 
 
+def name_owner(run_folder: Path) -> str:
+    """Name a run in the records of its scratch files."""
+    return str(run_folder.resolve())
+
+
 def remove_kept(kept: KeptState) -> None:
     """Delete kept state; the record goes first, so that half of it is never believed."""
     kept.record.unlink(missing_ok=True)

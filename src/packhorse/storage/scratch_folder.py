@@ -115,8 +115,10 @@ def find_leftovers(folder: str | os.PathLike[str]) -> tuple[Leftover, ...]:
     )
 
 
-def clean_scratch(folder: str | os.PathLike[str]) -> tuple[Leftover, ...]:
-    """Delete what a dead run left in a folder and tell what it was.
+def clean_scratch(
+    folder: str | os.PathLike[str], *, but: Collection[Path] = ()
+) -> tuple[Leftover, ...]:
+    """Delete what a dead run left in a folder, `but` some, and tell what it was.
 
     Raises:
         InputError: the run is alive; nothing was deleted.
@@ -125,4 +127,4 @@ def clean_scratch(folder: str | os.PathLike[str]) -> tuple[Leftover, ...]:
     if not Path(folder).is_dir():
         return ()
     with claim_scratch(folder) as claimed:
-        return claimed.remove_files()
+        return claimed.remove_files(but=but)

@@ -31,11 +31,10 @@ from packhorse.checkpoint.folders import (
     newest_complete,
     verify_checkpoint,
 )
-from packhorse.checkpoint.kept_run import name_owner
 from packhorse.errors import FileFormatError, InputError, StorageError
 from packhorse.storage.durable import write_durably
 from packhorse.storage.folder_lock import FolderLock, lock_folder
-from packhorse.storage.kept_state import KeptState, Unreadable, find_kept, refuse_kept
+from packhorse.storage.kept_state import KeptState, Unreadable, find_kept, name_owner, refuse_kept
 from packhorse.storage.space import explain_failure
 
 RECIPE_NAME: Final = "recipe.yaml"
