@@ -3,7 +3,8 @@
 In: a plan, the model it was made for and what the program is for. Out: a `Program` that ends in
 the state in which it began (a load fills it, a save leaves it).
 
-    chunks -> layout -> compute order -> norms and updates -> residency -> frees -> pools
+    chunks -> layout -> compute order -> norms and updates -> residency -> frees
+    -> cache -> pools
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from packhorse.compiler.buffers import (
 from packhorse.compiler.durability import slot_bytes, states_written_behind
 from packhorse.compiler.layout import lay_out_chunks
 from packhorse.compiler.matching import check_lowering
+from packhorse.compiler.passes.cache import keep_in_valleys
 from packhorse.compiler.passes.frees import add_frees
 from packhorse.compiler.passes.order import order_evaluation, order_train_step
 from packhorse.compiler.passes.residency import add_residency
@@ -141,11 +143,10 @@ def _place(
     plan: Plan, model: Model, layout: Layout, tasks: tuple[Task, ...], num_microbatches: int
 ) -> _Draft:
     buffers = name_buffers(plan, model, layout, tasks, num_microbatches=num_microbatches)
-    return _Draft(
-        tasks=add_frees(add_residency(tasks, buffers, find_rests(plan, layout)), buffers),
-        buffers=buffers,
-        num_microbatches=num_microbatches,
-    )
+    tasks = add_frees(add_residency(tasks, buffers, find_rests(plan, layout)), buffers)
+    if plan.cache.value == "valleys":
+        tasks = keep_in_valleys(tasks, buffers, workspace_pool=heap_pool(plan))
+    return _Draft(tasks=tasks, buffers=buffers, num_microbatches=num_microbatches)
 
 
 def _heap_bytes(plan: Plan, model: Model, layout: Layout, kind: ProgramKind, draft: _Draft) -> int:

@@ -18,12 +18,15 @@ from packhorse.machine.spec import Drive, TierName
 from packhorse.notation import NotationError, parse_notation
 from packhorse.plan.fields import Fields, as_mapping, parse_piece
 from packhorse.plan.spec import (
+    BOUNDARIES_STAY,
     DEPTH_FIRST,
     IN_DEVICE,
+    NO_CACHE,
     NO_STRIDE,
     NOT_DURABLE,
     ActivationChoice,
     BlockPlan,
+    CacheMode,
     Choice,
     ChunkPlan,
     Durable,
@@ -40,9 +43,20 @@ from packhorse.units import format_exact_bytes
 PLAN_NAME: Final = "plan.json"
 KIND: Final = "packhorse/plan"
 VERSION: Final = 1
-Value = TypeVar("Value", int, int | None, TierName, HeapMode, ActivationChoice, Order, Durable)
+Value = TypeVar(
+    "Value",
+    int,
+    int | None,
+    TierName,
+    HeapMode,
+    ActivationChoice,
+    Order,
+    Durable,
+    CacheMode,
+)
 TIERS: Final[tuple[TierName, ...]] = ("device", "host", "disk")
 UPDATE_TIERS: Final[tuple[TierName, ...]] = ("device", "host")
+CACHES: Final[tuple[CacheMode, ...]] = ("none", "valleys")
 ORDERS: Final[tuple[Order, ...]] = ("depth_first", "layered")
 
 
@@ -157,8 +171,10 @@ def _plan_to_json(plan: Plan) -> dict[str, object]:
         "heap_slack": plan.heap_slack,
         "chunk_bytes": _choice(plan.chunk_bytes),
         "order": _choice(plan.order),
+        "boundaries": _choice(plan.boundaries),
         "stride": _choice(plan.stride),
         "durable": _choice(plan.durable),
+        "cache": _choice(plan.cache),
         "pins": list(plan.pins),
         "blocks": [
             {"name": block.name, "activations": _choice(block.activations)} for block in plan.blocks
@@ -223,8 +239,12 @@ def _read_plan(fields: Fields) -> Plan:
         if "drives" in fields
         else (),
         order=fields.choice_of("order", ORDERS) if "order" in fields else DEPTH_FIRST,
+        boundaries=fields.choice_of("boundaries", TIERS)
+        if "boundaries" in fields
+        else BOUNDARIES_STAY,
         stride=fields.choice_of_count("stride", least=0) if "stride" in fields else NO_STRIDE,
         durable=fields.choice_of_count_or_off("durable") if "durable" in fields else NOT_DURABLE,
+        cache=fields.choice_of("cache", CACHES) if "cache" in fields else NO_CACHE,
     )
 
 

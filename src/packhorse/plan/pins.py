@@ -11,7 +11,9 @@ In: the recipe's `plan:` mapping. Out: `Pins`. The keys are those of plan.json:
       heap: keep | map
       chunk_bytes: 16MiB
       order: depth_first | layered
+      boundaries: device | host | disk     where values wait between the blocks that use them
       durable: off | 20                    keep the state on the disk every 20 steps
+      cache: none | valleys
       microbatch_rows: 4
       loss_chunk_tokens: 1024 | whole
       tied_sum | attention | compute_dtype | num_threads | num_workers
@@ -32,7 +34,7 @@ from packhorse.errors import RecipeError
 from packhorse.machine.spec import TierName
 from packhorse.model.spec import Model
 from packhorse.plan.fields import as_list, as_mapping
-from packhorse.plan.spec import ActivationChoice, Durable, HeapMode, Order, Piece
+from packhorse.plan.spec import ActivationChoice, CacheMode, Durable, HeapMode, Order, Piece
 from packhorse.units import parse_bytes
 
 State = Literal["parameters", "gradients", "optimizer"]
@@ -62,7 +64,9 @@ _OTHERS: Final = (
     "heap",
     "chunk_bytes",
     "order",
+    "boundaries",
     "durable",
+    "cache",
 )
 
 
@@ -83,7 +87,9 @@ class Pins:
     heap: HeapMode | None = None
     chunk_bytes: int | None = None
     order: Order | None = None
+    boundaries: TierName | None = None
     durable: Durable | None = None
+    cache: CacheMode | None = None
     microbatch_rows: int | None = None
     loss_chunk_tokens: int | Literal["whole"] | None = None
     tied_sum: Literal["per_microbatch", "per_step"] | None = None
@@ -182,7 +188,9 @@ def read_pins(content: Mapping[str, object]) -> Pins:
         heap=_read_word(flat, "heap", ("keep", "map")),
         chunk_bytes=_read_size(flat, "chunk_bytes"),
         order=_read_word(flat, "order", ("depth_first", "layered")),
+        boundaries=_read_word(flat, "boundaries", TIERS),
         durable=_read_durable(flat),
+        cache=_read_word(flat, "cache", ("none", "valleys")),
         microbatch_rows=_read_count(flat, "microbatch_rows"),
         loss_chunk_tokens=_read_loss_chunk(flat),
         tied_sum=_read_word(flat, "tied_sum", ("per_microbatch", "per_step")),

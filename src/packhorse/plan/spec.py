@@ -17,6 +17,7 @@ ActivationChoice = Literal["keep", "recompute"]
 HeapMode = Literal["keep", "map"]
 Order = Literal["depth_first", "layered"]
 Durable = int | Literal["off"]
+CacheMode = Literal["none", "valleys"]
 TiedSum = Literal["per_microbatch", "per_step"]
 
 
@@ -31,11 +32,17 @@ class Choice(Generic[T]):
 DEPTH_FIRST: Final[Choice[Order]] = Choice(
     value="depth_first", because="one micro-batch after another, where nothing else is said"
 )
+BOUNDARIES_STAY: Final[Choice[TierName]] = Choice(
+    value="device", because="values stay in the device, where nothing else is said"
+)
 IN_DEVICE: Final[Choice[TierName]] = Choice(
     value="device", because="in the device, where nothing else is said"
 )
 NOT_DURABLE: Final[Choice[Durable]] = Choice(
     value="off", because="checkpoints alone are kept, where nothing else is said"
+)
+NO_CACHE: Final[Choice[CacheMode]] = Choice(
+    value="none", because="what leaves the device comes back, where nothing else is said"
 )
 NO_STRIDE: Final[Choice[int]] = Choice(
     value=0, because="each chunk is updated in its own tier, where nothing else is said"
@@ -137,15 +144,17 @@ class Plan:
     """Every decision for one model on one machine.
 
     `order` is that of the micro-batches: each goes through all blocks before the next begins, or
-    all go through a block before the next block. `budget_bytes` is what each tier may use;
-    `heap_slack` is the share that a kept heap is given above its live bytes; `pins` names the
+    all go through a block before the next block. `boundaries` is the tier where values that pass
+    from block to block wait between uses that are far apart. `budget_bytes` is what each tier may
+    use; `heap_slack` is the share that a kept heap is given above its live bytes; `pins` names the
     choices that a person fixed. `scratch` is the folder of the disk tier that it was made for, None
     if that is unknown or elsewhere, and `drives` all of its folders as the machine measured them.
-    `stride` is 0 when each chunk is updated in its own tier, 1
-    when all are in the device, else every `stride`-th of those that may be updated in the host
-    visits the device.
-    Every so many steps as `durable` says the state is kept in the scratch folder, so that a run
-    that is killed goes on from there; "off" keeps checkpoints alone.
+    `stride` is 0 when each chunk is updated in its own tier, 1 when all are in the device, else
+    every `stride`-th of those that may be updated in the host visits the device. Every so many
+    steps as `durable` says the state is kept in the scratch folder, so that a run that is killed
+    goes on from there; "off" keeps checkpoints alone. With `cache` "valleys" what would leave the
+    device between two uses stays where memory has a valley: no task becomes fuller by that than the
+    fullest.
     """
 
     model: str
@@ -166,8 +175,10 @@ class Plan:
     scratch: str | None = None
     drives: tuple[Drive, ...] = ()
     order: Choice[Order] = DEPTH_FIRST
+    boundaries: Choice[TierName] = BOUNDARIES_STAY
     stride: Choice[int] = NO_STRIDE
     durable: Choice[Durable] = NOT_DURABLE
+    cache: Choice[CacheMode] = NO_CACHE
 
     @property
     def update_tiers(self) -> tuple[TierName, ...]:

@@ -1,0 +1,68 @@
+"""Whether what would leave the device between two uses stays in the valleys of memory.
+
+In: a plan, its model, profile and machine. Out: the plan with its `cache` chosen: `valleys` where
+the step that keeps is quicker than the one that does not, and needs no more of any tier. The
+search of moves does not see it: it places what lies still, and this takes what is left between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from packhorse.compiler.lower import lower_plan
+from packhorse.machine.spec import Machine
+from packhorse.model.spec import Model
+from packhorse.plan.pins import Pins
+from packhorse.plan.spec import Choice, Plan
+from packhorse.profile.spec import Profile
+from packhorse.program.buffers import BufferId
+from packhorse.program.program import Program
+from packhorse.program.tasks import Copy
+from packhorse.search.evaluation import count_modelled
+from packhorse.search.prediction import predict_plan
+from packhorse.units import format_bytes, format_ns
+
+
+def choose_cache(
+    plan: Plan, model: Model, profile: Profile, machine: Machine, *, pins: Pins
+) -> Plan:
+    """Give the plan with its cache: pinned, or the quicker one."""
+    without = replace(plan, cache=Choice(value="none", because=""))
+    keeping = replace(plan, cache=Choice(value="valleys", because=""))
+    if pins.cache is not None:
+        return replace(plan, cache=Choice(value=pins.cache, because="pinned"))
+    before, after = _lower(without, model), _lower(keeping, model)
+    saved = Counter(_count_loads(before))
+    saved.subtract(_count_loads(after))
+    kept = [name for name, count in saved.items() if count > 0]
+    if not kept:
+        because = "there is no valley that something could stay in between two uses"
+        return replace(plan, cache=Choice(value="none", because=because))
+    slow = predict_plan(without, model, profile, machine)
+    quick = predict_plan(keeping, model, profile, machine)
+    gain_ns = slow.step_ns - quick.step_ns
+    if gain_ns <= 0:
+        because = f"keeping {len(kept)} states of chunks between uses would not be quicker"
+        return replace(plan, cache=Choice(value="none", because=because))
+    size_bytes = sum(before.buffers[name].size_bytes for name in kept)
+    chunks = {name.partition("/")[2] for name in kept}
+    because = (
+        f"cache: {len(chunks)} chunks, {format_bytes(size_bytes)}, saves "
+        f"{format_bytes(slow.disk_read_bytes - quick.disk_read_bytes)} read and "
+        f"{format_bytes(slow.disk_written_bytes - quick.disk_written_bytes)} written per step: "
+        f"{format_ns(gain_ns)} less"
+    )
+    return replace(plan, cache=Choice(value="valleys", because=because))
+
+
+def _lower(plan: Plan, model: Model) -> Program:
+    count = count_modelled(plan.order.value, plan.numerics.num_microbatches)
+    short = replace(plan, numerics=replace(plan.numerics, num_microbatches=count))
+    return lower_plan(short, model, "train_step")
+
+
+def _count_loads(program: Program) -> Counter[BufferId]:
+    return Counter(
+        task.buffer for task in program.tasks if isinstance(task, Copy) and task.target == "device"
+    )
