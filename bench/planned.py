@@ -58,6 +58,7 @@ class Ways:
     heap: HeapMode = "keep"
     chunk_bytes: int = 16 * KIB
     order: Order = "depth_first"
+    boundaries: TierName = "device"
     tied_sum: TiedSum = "per_microbatch"
 
 
@@ -171,6 +172,7 @@ def make_plan(
         pins=(),
         prediction=None,
         order=_choose(ways.order),
+        boundaries=_choose(ways.boundaries),
         stride=_choose(ways.stride),
     )
 

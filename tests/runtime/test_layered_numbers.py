@@ -16,11 +16,22 @@ import torch
 from subjects import find_subject
 from torch import nn
 
-from bench.planned import PLACES, Subject, Ways, open_engine, trace_subject, train_by_plan
+from bench.planned import (
+    PLACES,
+    Subject,
+    Ways,
+    make_plan,
+    open_engine,
+    trace_subject,
+    train_by_plan,
+)
 from bench.reference import Copies, Curve, find_differences, train_plainly
 from bench.zoo import ZOO, Weave, batch_of, build_gpt2, build_model, make_steps
+from packhorse.compiler.lower import lower_plan
 from packhorse.graph.liveness import peak_bytes
 from packhorse.optim.optimizers import AdamW
+from packhorse.program.tasks import Copy
+from packhorse.verifier.rules import verify_program
 
 ON_DISK = PLACES["all on disk"]
 WAYS = {
@@ -28,6 +39,7 @@ WAYS = {
     "all on disk": ON_DISK,
     "recompute": replace(ON_DISK, activations=("recompute",), heap="map"),
 }
+AWAY = replace(WAYS["recompute"], boundaries="disk")
 WORDS = AdamW(lr=3e-3)
 
 
@@ -98,6 +110,47 @@ def test_both_orders_have_the_bits_of_the_plain_loop(
             scratch=tmp_path,
         )
         assert find_differences(plain_curve(name, count, clip), curve) == (), order
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize("order", ["depth_first", "layered"])
+@pytest.mark.parametrize("activations", [("recompute",), ("keep",), ("keep", "recompute")])
+@pytest.mark.parametrize("name", ["llama", "weave"])
+def test_values_that_wait_elsewhere_come_back_as_they_were(
+    name: str, activations, order, tier, tmp_path: Path
+) -> None:
+    curve = train_by_plan(
+        subject_of(name),
+        replace(AWAY, activations=activations, order=order, boundaries=tier, tied_sum="per_step"),
+        steps_of(name, 2),
+        max_grad_norm=1.0,
+        scratch=tmp_path,
+    )
+    assert find_differences(plain_curve(name, 2, 1.0), curve) == ()
+
+
+def test_values_on_the_disk_leave_the_device() -> None:
+    model = subject_of("qwen3").traced.model
+    peaks, moved = {}, {}
+    for tier in ("device", "disk"):
+        ways = replace(WAYS["recompute"], order="layered", boundaries=tier)
+        plan = make_plan(model, WORDS, ways, num_microbatches=8, clips=False)
+        program = lower_plan(plan, model, "train_step")
+        peaks[tier] = verify_program(program, model).peak_bytes
+        moved[tier] = sum(
+            program.buffers[task.buffer].size_bytes
+            for task in program.tasks
+            if isinstance(task, Copy) and task.buffer.startswith("value/")
+        )
+    (boundary,) = {
+        v.size_bytes for v in model.values.values() if v.needs_grad and v.id != model.loss
+    }
+    assert moved["device"] == 0
+    # Out and back once for each micro-batch; what the last block reads is used up at once.
+    num_waiting = len([b for b in model.blocks if b.has_backward]) - 2
+    assert moved["disk"] == 2 * 8 * num_waiting * boundary
+    saved = peaks["device"]["device"] - peaks["disk"]["device"]
+    assert saved >= 8 * (num_waiting - 2) * boundary
 
 
 def test_the_copies_of_the_plain_loop_are_those_of_the_traced_users() -> None:

@@ -54,5 +54,6 @@ def cases(draw):
         heap=draw(st.sampled_from(["map", "keep"])),
         heap_slack=0.25,
         order=order,
+        boundaries=draw(st.sampled_from(["device", "host", "disk"])),
         tied_sum=draw(st.sampled_from(tied_sums)),
     )

@@ -257,6 +257,7 @@ def make_plan(
     base_bytes: int = 0,
     heap_slack: float = 0.0,
     order: Order = "depth_first",
+    boundaries: TierName = "device",
     tied_sum: TiedSum = "per_microbatch",
 ) -> Plan:
     """Fit a plan to a model; a sequence of tiers or activations is repeated over the chunks.
@@ -311,6 +312,7 @@ def make_plan(
         pins=(),
         prediction=None,
         order=_choice(order),
+        boundaries=_choice(boundaries),
         stride=_choice(stride),
     )
 

@@ -18,7 +18,7 @@ from packhorse.compiler.passes.updates import (
     updated_states,
 )
 from packhorse.errors import DoesNotFitError
-from packhorse.model.spec import ITEM_BYTES, Model
+from packhorse.model.spec import ITEM_BYTES, Model, Value
 from packhorse.plan.spec import ChunkPlan, Plan
 from packhorse.program.buffers import (
     NORM,
@@ -94,13 +94,24 @@ def name_buffers(
     return {**name_states(plan, layout), **named}
 
 
-def find_rests(plan: Plan, layout: Layout) -> Mapping[BufferId, TierName]:
-    """The tier where each gradient waits between its uses; states with a home wait there."""
-    return {
+def find_rests(
+    plan: Plan, model: Model, layout: Layout, *, num_microbatches: int
+) -> Mapping[BufferId, TierName]:
+    """The tier where each gradient and each value between blocks waits between its uses.
+
+    States with a home wait there.
+    """
+    gradients = {
         state_id("grad", chunk.id): planned.gradients.value
         for chunk, planned in zip(layout.chunks, plan.chunks, strict=True)
         if chunk.trainable
     }
+    values = {
+        value_id(value.id, index): plan.boundaries.value
+        for value in model.values.values()
+        for index in range(num_microbatches)
+    }
+    return {**gradients, **values}
 
 
 def size_pools(plan: Plan, heap_bytes: int, slot_bytes: int = 0) -> tuple[Pool, ...]:
@@ -190,8 +201,11 @@ def _norms(plan: Plan, layout: Layout) -> Iterable[Buffer]:
 
 
 def _activations(plan: Plan, model: Model, microbatch: int) -> Iterable[Buffer]:
+    tier = plan.boundaries.value
+    away = {} if tier == "device" else {tier: PoolId(tier)}
     for value in model.values.values():
-        yield _transient(plan, value_id(value.id, microbatch), value.size_bytes)
+        made = _transient(plan, value_id(value.id, microbatch), value.size_bytes)
+        yield replace(made, pools={**made.pools, **away}) if _is_boundary(model, value) else made
         yield _transient(plan, value_grad_id(value.id, microbatch), value.size_bytes)
     for block in model.blocks:
         saved_bytes = model.bodies[block.body].saved_bytes
@@ -206,6 +220,10 @@ def _tied_sums(plan: Plan, model: Model, layout: Layout) -> Iterable[Buffer]:
         size_bytes = parameter.num_elements * ITEM_BYTES[layout.dtypes["grad"]]
         for block in parameter.blocks:
             yield _transient(plan, tied_sum_id(parameter.name, block), size_bytes)
+
+
+def _is_boundary(model: Model, value: Value) -> bool:
+    return value.producer is not None and value.id != model.loss
 
 
 def _transient(plan: Plan, buffer: BufferId, size_bytes: int) -> Buffer:

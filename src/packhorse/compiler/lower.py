@@ -143,7 +143,8 @@ def _place(
     plan: Plan, model: Model, layout: Layout, tasks: tuple[Task, ...], num_microbatches: int
 ) -> _Draft:
     buffers = name_buffers(plan, model, layout, tasks, num_microbatches=num_microbatches)
-    tasks = add_frees(add_residency(tasks, buffers, find_rests(plan, layout)), buffers)
+    rests = find_rests(plan, model, layout, num_microbatches=num_microbatches)
+    tasks = add_frees(add_residency(tasks, buffers, rests), buffers)
     if plan.cache.value == "valleys":
         tasks = keep_in_valleys(tasks, buffers, workspace_pool=heap_pool(plan))
     return _Draft(tasks=tasks, buffers=buffers, num_microbatches=num_microbatches)

@@ -27,6 +27,13 @@ def check_lowering(plan: Plan, model: Model) -> None:
         check_plan(plan, model)
     _check_numerics(plan)
     _check_order(plan, model)
+    if plan.boundaries.value not in plan.budget_bytes:
+        raise RefusedError(
+            f"values between blocks wait in tier {plan.boundaries.value}, "
+            f"but the plan's budget has only {', '.join(sorted(plan.budget_bytes))}",
+            where="plan.boundaries",
+            fix="grant that tier a budget, or set boundaries: device",
+        )
     for index, chunk in enumerate(plan.chunks):
         _check_tiers(plan, index, chunk)
 

@@ -180,7 +180,7 @@ class Engine:
                 audit=audit,
             ),
             lanes=self._paced or lanes,
-            payloads=Payloads(self._device, audit=audit),
+            payloads=Payloads(self._device, self._disk, audit=audit),
             parameter_order=tuple(traced.model.parameters),
             audit=audit,
         )

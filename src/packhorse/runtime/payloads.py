@@ -1,8 +1,9 @@
 """What buffers hold that are no states of chunks: values, saved tensors, norms.
 
-In: buffers as tasks create, write, copy and free them. Out: their tensors by name and tier. Nothing
-is reserved here, the ledger has done that. Lanes may call at the same time. In an audit every
-payload is measured against its declared size, and what is freed is filled with NaN.
+In: buffers as tasks create, write, copy and free them. Out: their tensors by name and tier; of one
+that lies on the disk its shape alone. Nothing is reserved here, the ledger has done that. Lanes may
+call at the same time. In an audit every payload is measured against its declared size, and what is
+freed is filled with NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from packhorse.errors import AuditError
 from packhorse.graph.liveness import storages_of
 from packhorse.program.buffers import Buffer, BufferId, TierName
 from packhorse.program.tasks import Copy
+from packhorse.runtime.disk import DiskTier
 
 Place = tuple[BufferId, TierName]
 
@@ -26,10 +28,12 @@ class Payloads:
 
     Args:
         device: of the device tier; the host tier is this process's memory.
+        disk: the disk tier.
         audit: measure what is kept, spoil what is freed.
     """
 
-    def __init__(self, device: torch.device, *, audit: bool) -> None:
+    def __init__(self, device: torch.device, disk: DiskTier, *, audit: bool) -> None:
+        self._disk = disk
         self._devices: Mapping[TierName, torch.device] = {
             "device": device,
             "host": torch.device("cpu"),
@@ -68,7 +72,9 @@ class Payloads:
             self._measure(buffer, payload, tier)
 
     def copy(self, buffer: Buffer, task: Copy) -> None:
-        """Copy a buffer to a tier of memory; blocks until it is there.
+        """Copy a buffer to another tier; blocks until it is there.
+
+        Only a single tensor with bytes of its own, such as a value, may go to the disk.
 
         Raises:
             AuditError: the source does not hold it.
@@ -78,9 +84,26 @@ class Payloads:
                 f"{task.buffer} is copied from {task.source}, but it is not there",
                 fix="run the program that was verified",
             )
-        device = self._devices[task.target]
         source = self.get(task.buffer, task.source)
+        if task.target == "disk":
+            (tensor,) = source
+            self._write(buffer, tensor)
+            return
+        device = self._devices[task.target]
+        if task.source == "disk":
+            (shape,) = source
+            found = torch.empty_like(shape, device="cpu")
+            self._disk.read(buffer.id, found.data_ptr())
+            self.keep(buffer, (found.to(device),), task.target)
+            return
         self.keep(buffer, tuple(tensor.to(device, copy=True) for tensor in source), task.target)
+
+    def _write(self, buffer: Buffer, tensor: Tensor) -> None:
+        assert tensor.storage_offset() == 0, f"{buffer.id} does not begin with its bytes"
+        assert tensor.untyped_storage().nbytes() == buffer.size_bytes, f"{buffer.id} is a part"
+        here = tensor.cpu()
+        self._disk.write(buffer.id, here.data_ptr())
+        self.keep(buffer, (torch.empty_like(here, device="meta"),), "disk")
 
     def free(self, buffer: BufferId, tier: TierName) -> None:
         """Drop a buffer that is present."""

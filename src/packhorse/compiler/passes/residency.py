@@ -7,17 +7,18 @@ it leaves for its tier of rest after the first and comes from there before the s
 back only when it was changed since, and a buffer without a home is dropped everywhere at its end.
 
 Neighbours are counted in strides: Forwards of a block that follow each other (over micro-batches)
-are one stride; so are its Backwards with their Recomputes, and with the Forwards between them where
-each Backward follows its Forward; so is each Update after the last Backward. Norms and updates
-inside the backward belong to its stride. Two uses are neighbours when they are in the same stride
-or in two that follow each other. So what a block needs is brought once for all micro-batches that
-go through it together, and a gradient stays until the last of them.
+are one stride; so are its Backwards with their Recomputes; so are all of them where each Backward
+follows its Forward over several micro-batches; so is each Update after the last Backward. Norms and
+updates inside the backward belong to its stride. Two uses are neighbours when they are in the same
+stride or in two that follow each other. So what a block needs is brought once for all micro-batches
+that go through it together, and a gradient stays until the last of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 from packhorse.program.buffers import NORM, Buffer, BufferId, TierName
 from packhorse.program.tasks import (
@@ -164,19 +165,13 @@ def _number_strides(tasks: Sequence[Task]) -> list[int]:
 
 
 def _find_starts(runs: Sequence[Forward | Recompute | Backward]) -> list[bool]:
-    # Which runs of a block begin a stride: all but those that go on with the block before. The
-    # Forward of a micro-batch between two Backwards of its block goes with these.
+    # Which runs of blocks begin a stride: where another block begins, or the block's backward,
+    # unless its forward goes on afterwards.
     starts: list[bool] = []
-    backward = False
-    for index, task in enumerate(runs):
-        before = runs[index - 1] if index else None
-        following = runs[index + 1] if index + 1 < len(runs) else None
-        same = before is not None and before.block == task.block
-        between = backward and isinstance(following, Backward) and following.block == task.block
-        if isinstance(task, Forward) and not (same and between):
-            starts.append(not same or backward)
-            backward = False
-        else:
-            starts.append(not same or not backward)
-            backward = True
+    for _, group in groupby(runs, key=lambda task: task.block):
+        forwards = [isinstance(task, Forward) for task in group]
+        turns = [before != after for before, after in pairwise(forwards)]
+        backward_at = [at for at, is_forward in enumerate(forwards) if not is_forward]
+        mixed = bool(backward_at) and any(forwards[backward_at[0] : backward_at[-1]])
+        starts += [True, *([False] * len(turns) if mixed else turns)]
     return starts
