@@ -16,6 +16,7 @@ from packhorse.model.spec import Model
 from packhorse.plan.spec import Plan
 from packhorse.search.durability import choose_durable
 from packhorse.search.evaluation import Evaluation, Evaluator, count_modelled
+from packhorse.search.keeping import choose_cache
 from packhorse.search.prediction import predict_plan
 from packhorse.search.reasons import Reasons
 from packhorse.search.sketch import Sketches
@@ -50,6 +51,7 @@ def write_plan(
     )
     candidate, machine = setting.candidate, problem.machine
     plan = place_updates(plan, candidate.model, candidate.profile, machine, pins=problem.pins)
+    plan = choose_cache(plan, candidate.model, candidate.profile, machine, pins=problem.pins)
     prediction = predict_plan(plan, candidate.model, candidate.profile, machine)
     durable = choose_durable(
         replace(plan, prediction=prediction),
