@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from packhorse.machine.catalogue import load_known_machine
 from packhorse.machine.disks import find_disk, takes_direct_io
 from packhorse.machine.drives import ROUND_UNITS, UNIT_BYTES, share_units, usable_bytes
 from packhorse.machine.spec import Drive, Machine, Tier
+from packhorse.storage.scratch_folder import claim_scratch
 from packhorse.storage.stripes import UNIT_BYTES as STRIPE_BYTES
 from packhorse.storage.stripes import Stripes
 from packhorse.units import GIB, MIB
@@ -311,3 +313,13 @@ def test_folders_of_one_file_system_share_what_is_free(tmp_path: Path) -> None:
     free = free_disk_bytes([str(tmp_path / "a"), str(tmp_path / "b")])
     whole = find_disk(tmp_path).free_bytes
     assert all(abs(part - whole // 2) < GIB for part in free.values())
+
+
+def test_what_scratch_files_take_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    status = os.statvfs(tmp_path)
+    monkeypatch.setattr("packhorse.machine.disks.os.statvfs", lambda _: status)
+    before = find_disk(tmp_path).free_bytes
+    with claim_scratch(tmp_path) as folder:
+        folder.create_file("state", 8 * MIB).close()
+        (tmp_path / "mine.bin").write_bytes(bytes(MIB))
+        assert 8 * MIB <= find_disk(tmp_path).free_bytes - before < 9 * MIB

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,6 +16,8 @@ from typing import Final
 from packhorse.machine.cgroups import read_text
 
 _MEMORY_FILE_SYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_SCRATCH_FILES: Final = "packhorse-*.scratch"
+_BLOCK_BYTES: Final = 512  # of st_blocks, whatever the file system's own are
 _NETWORK_FILE_SYSTEMS: Final = frozenset(
     {"9p", "cifs", "fuse.sshfs", "lustre", "nfs", "nfs4", "smb3", "beegfs", "gpfs", "ceph"}
 )
@@ -25,7 +28,8 @@ class Disk:
     """The disk under a folder.
 
     `folder` is the nearest folder that exists; `drive` is the device's number and name, such as
-    `259:0 nvme0n1`, or only its number when it has no name.
+    `259:0 nvme0n1`, or only its number when it has no name. What scratch files in the folder take
+    counts as free: a run that goes on from them, or begins anew, has that space.
     """
 
     folder: Path
@@ -64,7 +68,7 @@ def find_disk(path: str | os.PathLike[str], root: Path = Path("/")) -> Disk:
         name = ""
     return Disk(
         folder=folder,
-        free_bytes=status.f_bavail * status.f_frsize,
+        free_bytes=status.f_bavail * status.f_frsize + _scratch_bytes(folder),
         total_bytes=status.f_blocks * status.f_frsize,
         file_system=_file_system(folder.resolve(), root),
         drive=f"{major_minor} {name}".strip(),
@@ -91,6 +95,14 @@ def takes_direct_io(folder: str | os.PathLike[str]) -> bool:
         # Some file systems make the file before they refuse the flag.
         path.unlink(missing_ok=True)
     return True
+
+
+def _scratch_bytes(folder: Path) -> int:
+    sizes: list[int] = []
+    for path in folder.glob(_SCRATCH_FILES):
+        with suppress(FileNotFoundError):  # a run may end meanwhile
+            sizes.append(path.stat().st_blocks * _BLOCK_BYTES)
+    return sum(sizes)
 
 
 def _file_system(folder: Path, root: Path) -> str:

@@ -53,7 +53,7 @@ def fold_choices(plan: Plan) -> tuple[ChoiceGroup, ...]:
         _single("micro-batch", f"{rows.value} row{'s' if rows.value > 1 else ''}", rows.because),
         _single("loss", loss_words, loss.because),
         _single("C heap", plan.heap.value, plan.heap.because),
-        _single("kept steps", _say_durable(plan.durable.value), plan.durable.because),
+        _single("kept steps", say_durable(plan.durable.value), plan.durable.because),
         _single("chunk size", format_bytes(plan.chunk_bytes.value), plan.chunk_bytes.because),
         _single("cache", plan.cache.value, plan.cache.because),
         _single("order", plan.order.value.replace("_", " "), plan.order.because),
@@ -95,9 +95,10 @@ def _stride(plan: Plan) -> ChoiceGroup:
     return _single("update stride", value, plan.stride.because)
 
 
-def _say_durable(every: Durable) -> str:
+def say_durable(every: Durable) -> str:
+    """How often finished steps are kept."""
     if every == "off":
-        return "none"
+        return "no step"
     return "every step" if every == 1 else f"every {every} steps"
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from packhorse.plan.spec import Plan, Prediction
 from packhorse.report.bars import Bar, StackedBar
-from packhorse.report.choices import fold_choices
+from packhorse.report.choices import fold_choices, say_durable
 from packhorse.report.colours import colour_of
 from packhorse.report.run import RunEstimate, run_as_dict
 from packhorse.report.tables import plain_table
@@ -58,6 +58,7 @@ def plan_table(plan: Plan, run: RunEstimate | None = None) -> RenderableType:
             table.add_row("" if at else "fits", _say_peak(plan, tier, causes))
         table.add_row("step", _say_step(plan, prediction))
         table.add_row("", Text(f"bound by {words_for(prediction.bottleneck)}", style="dim"))
+    table.add_row("kept", _say_kept(plan))
     for at, line in enumerate(_say_run(run) if run else ()):
         table.add_row("" if at else "run", line)
     return table
@@ -138,6 +139,17 @@ def _say_step(plan: Plan, prediction: Prediction) -> str:
         f" disk: {format_bytes(prediction.disk_read_bytes)} read,"
         f" {format_bytes(prediction.disk_written_bytes)} written"
     )
+
+
+def _say_kept(plan: Plan) -> str:
+    """How often a killed run could go on, and what that takes of the disk."""
+    words, prediction = say_durable(plan.durable.value), plan.prediction
+    if plan.durable.value == "off" or prediction is None:
+        return f"{words}: {plan.durable.because}" if plan.durable.value == "off" else words
+    slots_bytes = prediction.peak_bytes.get("disk", {}).get("slots", 0)
+    behind = prediction.kept_bytes_per_step
+    written = f", {format_bytes(behind)} more written a step" if behind else ""
+    return f"{words}, {format_bytes(slots_bytes)} of disk for it{written}"
 
 
 def _say_run(run: RunEstimate) -> list[str]:
