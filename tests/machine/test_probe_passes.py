@@ -146,15 +146,29 @@ def windows(*rates: float) -> list[Moved]:
 
 def test_a_cache_that_fills_up_is_not_where_it_ends() -> None:
     written = iter(windows(*[2.0] * 10, 1.2, *[0.5] * 30))
-    told: list[tuple[int, float]] = []
+    told: list[int] = []
     limits = WriteLimits(size_bytes=32 * GIB, duration_ns=10**15)
-    found = write_until_steady(lambda: next(written), limits, lambda *word: told.append(word))
+    found = write_until_steady(lambda: next(written), limits, tell=told.append)
     # 2 GB/s was steady for ten windows, but half of the limit was not written.
     assert found.steady
     assert found.bytes_per_s == pytest.approx(0.5e9, rel=0.01)
-    assert found.burst_bytes_per_s == pytest.approx(2e9, rel=0.01)
+    assert found.early_bytes_per_s == pytest.approx(2e9, rel=0.01)
     assert 16 * GIB <= found.written_bytes < 32 * GIB
-    assert [size for size, _ in told] == [GIB * (at + 1) for at in range(len(told))]
+    assert told == [GIB * (at + 1) for at in range(len(told))]
+
+
+def test_space_that_was_never_written_only_fills_the_cache() -> None:
+    written = iter(windows(*[0.9] * 8, *[2.0] * 4, *[1.0] * 20))
+    limits = WriteLimits(size_bytes=32 * GIB)
+    found = write_until_steady(lambda: next(written), limits, first_bytes=8 * GIB)
+    assert found.steady
+    assert found.early_bytes_per_s == pytest.approx(2e9, rel=0.01)
+    assert found.bytes_per_s == pytest.approx(1e9, rel=0.01)
+    # Where the time ends before that, it is all there is.
+    limits = WriteLimits(size_bytes=32 * GIB, duration_ns=1)
+    found = write_until_steady(lambda: windows(0.9)[0], limits, first_bytes=8 * GIB)
+    assert found.bytes_per_s == pytest.approx(0.9e9, rel=0.01)
+    assert not found.steady
 
 
 def test_limits_end_what_never_gets_steady() -> None:

@@ -51,6 +51,7 @@ from packhorse.machine.probe_heap import measure_heap
 from packhorse.machine.probe_io import IoPath
 from packhorse.machine.probe_sustained import WriteLimits
 from packhorse.machine.spec import Drive, Link, Machine, Tier, TierName, UpdateRate
+from packhorse.units import MIB
 
 # Called before each part with what is measured next, its index, and the number of parts; and, while
 # writing until steady, with what is done, the bytes written and the most that will be.
@@ -61,6 +62,10 @@ Progress = Callable[[str, int, int], None]
 # the time.
 _NEAR = 2
 _PASSES = 6
+
+# Through the file until the limit of writing is reached; the first round counts for nothing.
+_ROUNDS = 4
+_MIN_SUSTAINED_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +109,7 @@ def probe_machine(
         sustained: write until the drive's rate is steady; never taken from the cache.
         file_bytes: size of the temporary file that the disk is measured with, at most the disk
             budget and a quarter of what is free; None takes `DEFAULT_FILE_BYTES`, or with
-            `sustained` as much as is written.
+            `sustained` a quarter of what is written at most.
         disk_limit_ns: what measuring the disk may take, beside writing until steady.
         cache_folder: None takes the user's cache folder.
         progress: called before each part.
@@ -120,7 +125,9 @@ def probe_machine(
     tiers = grant_tiers(hardware.tiers, budget, owner=hardware.name, here=True)
     granted = next(tier for tier in tiers if tier.name == "disk")
     if file_bytes is None:
-        file_bytes = DEFAULT_FILE_BYTES if sustained is None else sustained.size_bytes
+        file_bytes = DEFAULT_FILE_BYTES
+        if sustained is not None:
+            file_bytes = max(sustained.size_bytes // _ROUNDS, _MIN_SUSTAINED_BYTES)
     # Measuring keeps to the budgets too. A budget of nothing forbids the disk to plans; its rates
     # are still worth knowing.
     file_bytes = min(file_bytes, granted.budget_bytes or file_bytes)

@@ -54,7 +54,10 @@ Tell = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskRates:
-    """What the scratch folders do together, and `drives` alone; mixed rates None if unknown."""
+    """What the scratch folders do together, and `drives` alone; mixed rates None if unknown.
+
+    `trial_write_bytes_per_s` is what the only drive did in its trial, 0 for several.
+    """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -65,12 +68,18 @@ class DiskRates:
     measured_bytes: int
     drives: tuple[Drive, ...]
     sustained: SustainedRate | None = None
+    trial_write_bytes_per_s: float = 0.0
 
     @property
     def burst_bytes_per_s(self) -> float | None:
-        """The rate at first, where the one at last is known to be steady."""
+        """The rate at first, where the one at last is known to be steady.
+
+        A short trial is over before a cache is full, and so may be the early windows.
+        """
         found = self.sustained
-        return found.burst_bytes_per_s if found is not None and found.steady else None
+        if found is None or not found.steady:
+            return None
+        return max(found.early_bytes_per_s, found.bytes_per_s, self.trial_write_bytes_per_s)
 
     def links(self, memory: TierName) -> tuple[Link, Link]:
         """Give the two links between the disk and the tier that its transfers start and end in."""
@@ -134,7 +143,9 @@ def measure_disk(
         space = ScratchSpace(_scratch_of(drives, units), tuple(claimed))
         huge_pages = all(drive.huge_pages for drive in drives)
         rates = _measure(space, total_bytes, huge_pages, limit_ns, sustained, tell)
-    return replace(rates, drives=_settle(drives, rates))
+    # Of several drives nobody tried all at once.
+    alone = drives[0].write_bytes_per_s if len(drives) == 1 else 0.0
+    return replace(rates, drives=_settle(drives, rates), trial_write_bytes_per_s=alone)
 
 
 def remove_dead_probes(parent: Path) -> tuple[Path, ...]:
@@ -302,15 +313,16 @@ def _write_on(passes: Passes, limits: WriteLimits, tell: Tell | None) -> Sustain
         written_before += per_window
         return window
 
-    def say(written_bytes: int, bytes_per_s: float) -> None:
-        if tell is not None:
-            what = (
-                f"writing until the rate is steady: {format_bytes(bytes_per_s)}/s now, at most"
-                f" {format_bytes(limits.size_bytes)} or {limits.duration_ns / 1e9:.0f} s"
-            )
-            tell(what, written_bytes, limits.size_bytes)
+    what = (
+        f"writing until the rate is steady, at most {format_bytes(limits.size_bytes)} or"
+        f" {limits.duration_ns / 1e9:.0f} s"
+    )
 
-    found = write_until_steady(write_window, limits, say)
+    def say(written_bytes: int) -> None:
+        if tell is not None:
+            tell(what, min(written_bytes, limits.size_bytes), limits.size_bytes)
+
+    found = write_until_steady(write_window, limits, first_bytes=passes.size_bytes, tell=say)
     passes.size_bytes = min(passes.size_bytes, found.written_bytes)
     return found
 

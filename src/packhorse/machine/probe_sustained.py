@@ -2,10 +2,11 @@
 
 In: a way to write one more window, limits in bytes and time. Out: the rate at first and the rate at
 last. A drive with a cache is steady twice, and the first time is not the one that counts: nothing
-counts as steady before half of the limit in bytes is written.
+counts as steady before half of the limit in bytes is written. The first windows may go to space
+that was never written, which is slower for reasons of its own: they fill the cache, and no more.
 
-    windows   w w w w | w w w w | w w w w | w w w w
-              burst               ^ steady when these two quarters differ by at most 5 %
+    windows   f f f f | w w w w | w w w w | w w w w | w w w w
+              first     early     ...       ^ steady when these two quarters differ by at most 5 %
 """
 
 from __future__ import annotations
@@ -34,36 +35,46 @@ class WriteLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SustainedRate:
-    """What a drive did at first and at last; `steady` says whether the last is where it stays."""
+    """What a drive did early and at last; `steady` says whether the last is where it stays."""
 
-    burst_bytes_per_s: float
+    early_bytes_per_s: float
     bytes_per_s: float
     written_bytes: int
     steady: bool
 
 
-Tell = Callable[[int, float], None]
-"""Told after each window how much is written, and at what rate the window was."""
+Tell = Callable[[int], None]
+"""Told after each window how much is written."""
 
 
 def write_until_steady(
-    write_window: Callable[[], Moved], limits: WriteLimits, tell: Tell | None = None
+    write_window: Callable[[], Moved],
+    limits: WriteLimits,
+    *,
+    first_bytes: int = 0,
+    tell: Tell | None = None,
 ) -> SustainedRate:
-    """Write window after window until their rate is steady or a limit is reached."""
+    """Write window after window until their rate is steady or a limit is reached.
+
+    Args:
+        first_bytes: windows before so much is written do not count, unless there are no others.
+    """
+    first: list[Moved] = []
     windows: list[Moved] = []
     written_bytes = duration_ns = 0
     steady = False
     while not steady and written_bytes < limits.size_bytes and duration_ns < limits.duration_ns:
         window = write_window()
-        windows.append(window)
+        (first if written_bytes < first_bytes else windows).append(window)
         written_bytes += window.size_bytes
         duration_ns += window.duration_ns
         if tell is not None:
-            tell(written_bytes, window.bytes_per_s)
+            tell(written_bytes)
         steady = 2 * written_bytes >= limits.size_bytes and is_steady(windows)
+    windows = windows or first
     quarter = max(1, len(windows) // _QUARTERS)
     return SustainedRate(
-        burst_bytes_per_s=_rate(windows[:quarter]),
+        early_bytes_per_s=_rate(windows[:quarter]),
         bytes_per_s=_rate(windows[-quarter:]),
         written_bytes=written_bytes,
         steady=steady,
