@@ -60,7 +60,7 @@ def test_all_stays_when_it_fits():
 )
 def test_as_fast_as_exhaustive_search(pins, optimizer, num_layers):
     candidates = make_candidates(length=64, num_layers=num_layers)
-    pins = {**pins, **SMALL_CHUNKS}
+    pins = {**pins, **SMALL_CHUNKS, "boundaries": "device"}
     problem = Problem(
         machine=make_machine(),
         optimizer=optimizer,

@@ -9,7 +9,7 @@ from toy_search import ARITHMETIC, HUGE, SGD, make_candidates, make_machine, nee
 
 from packhorse.compiler.lower import lower_plan
 from packhorse.compiler.peak import peak_of
-from packhorse.errors import RecipeError
+from packhorse.errors import DoesNotFitError, RecipeError
 from packhorse.program.tasks import Copy
 from packhorse.search.prediction import predict_plan
 from packhorse.search.search import find_plan
@@ -17,7 +17,8 @@ from packhorse.search.space import UNLIMITED_BYTES
 from packhorse.simulator.costs import TaskCosts
 from packhorse.simulator.engine import simulate_program
 
-ON_DISK = {"parameters": "disk", "optimizer": "disk"}
+# Without the cache, which spares reads in either order.
+ON_DISK = {"parameters": "disk", "optimizer": "disk", "cache": "none"}
 
 
 def search_per_step(candidates, **options):
@@ -64,13 +65,34 @@ def test_ties_go_in_layers_only_where_their_sums_allow_it() -> None:
 def test_layers_that_do_not_fit_are_not_chosen() -> None:
     """They hold the values of all micro-batches at once."""
     candidates = make_candidates(length=64, num_layers=4)
-    pins = {"heap": "map", "chunk_bytes": 8192, "recompute": "all"}
+    pins = {"heap": "map", "chunk_bytes": 8192, "recompute": "all", "boundaries": "device"}
     roomy = search(candidates, total=16, pins={**pins, **ON_DISK, "gradients": "disk"})
     assert roomy.order.value == "layered"
     tight = make_machine(need(roomy) - 1)
     plan = search(candidates, tight, total=16, pins={**pins, **ON_DISK, "gradients": "disk"})
     assert plan.order.value == "depth_first"
     assert need(plan) < need(roomy)
+
+
+def test_values_leave_where_nothing_else_can() -> None:
+    candidates = make_candidates(length=512, num_layers=6)
+    stay = dict.fromkeys(("parameters", "gradients", "optimizer"), "device")
+    pins = {"heap": "map", "recompute": "all", **stay}
+    roomy = search(candidates, total=2, pins=pins)
+    assert (roomy.boundaries.value, roomy.order.value) == ("device", "depth_first")
+    assert roomy.boundaries.because == "everything fits: none has to leave"
+    machine = make_machine(need(roomy) - 1)
+    plan = search(candidates, machine, total=2, pins=pins)
+    assert plan.boundaries.value == "disk"
+    assert "make room" in plan.boundaries.because
+    assert plan.prediction.disk_read_bytes > 0
+    with pytest.raises(DoesNotFitError):
+        search(candidates, machine, total=2, pins={**pins, "boundaries": "device"})
+
+
+def test_values_cannot_wait_where_there_is_no_room() -> None:
+    with pytest.raises(RecipeError, match="boundaries are pinned to the tier host"):
+        search(make_candidates(), pins={"boundaries": "host"})
 
 
 @pytest.mark.parametrize("total", [2, 5])

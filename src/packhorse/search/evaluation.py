@@ -105,13 +105,14 @@ class Evaluator:
 
 
 def lies_away(evaluation: Evaluation) -> bool:
-    """Whether any state of a chunk lies outside the device."""
+    """Whether any state of a chunk, or any value, lies outside the device."""
     setting = evaluation.setting
     moved = any(
         taken and move.kind != "recompute"
         for taken, move in zip(evaluation.taken, setting.moves, strict=True)
     )
-    return moved or any(tier != "device" for tiers in setting.tiers.values() for tier in tiers)
+    start = [tier for tiers in setting.tiers.values() for tier in tiers]
+    return moved or any(tier != "device" for tier in (*start, setting.boundaries))
 
 
 def short_plan(problem: Problem, setting: Setting, taken: Sequence[bool]) -> Plan:

@@ -40,6 +40,10 @@ class Reasons:
                 return self._scalar(kind)
             case "order":
                 return "pinned" if "order" in self.problem.pins.names else self._order(value)
+            case "boundaries":
+                if "boundaries" in self.problem.pins.names:
+                    return "pinned"
+                return self._boundaries(value)
             case "heap":
                 return "pinned" if "heap" in self.problem.pins.names else self._heap(value)
             case "recompute":
@@ -95,6 +99,17 @@ class Reasons:
         if tied and self.problem.arithmetic.tied_sum == "per_microbatch":
             return f"{tied[0]} is tied: layers need tied_sum: per_step, which changes numbers"
         return f"the fastest that fits, {step} a step: layers hold all micro-batches at once"
+
+    def _boundaries(self, value: str) -> str:
+        if value != "device":
+            step = format_ns(self.evaluation.step_ns)
+            return (
+                f"values on the {value} between their forward and backward make room for what "
+                f"would take longer to move: {step} a step"
+            )
+        if not lies_away(self.evaluation):
+            return "everything fits: none has to leave"
+        return "moving values would cost more than their room saves"
 
     def _activations(self, index: int, value: str) -> str:
         setting = self.evaluation.setting

@@ -8,7 +8,8 @@ choice and a prediction from its own program, or an error with the smallest budg
         sketch it; choose moves by the knapsack; lower, replay and cost that state
         while it does not fit after all: choose again with a smaller budget
     improve the best by single exchanges of moves, each lowered and replayed
-    where something lies away from the device: all of this again with micro-batches in layers
+    where something lies away from the device: all of this again, for settings like the best one,
+    with micro-batches in layers, with values between blocks away, and with both
     check all programs of the plan (step, evaluation, load, save) by the verifier
 
 The knapsack and the sketch are only guides: what is promised comes from the lowered program. No
@@ -25,7 +26,7 @@ from packhorse.plan.pins import Pins
 from packhorse.plan.spec import OptimizerPlan, Plan
 from packhorse.search.evaluation import Evaluation, Evaluator, lies_away
 from packhorse.search.knapsack import FINE_GAP, ROUGH_GAP, choose_moves
-from packhorse.search.settings import list_layered, list_settings
+from packhorse.search.settings import list_settings, list_variants
 from packhorse.search.sketch import Sketch, Sketches
 from packhorse.search.smallest import find_smallest, refuse
 from packhorse.search.space import Arithmetic, Candidate, Problem, Setting
@@ -75,14 +76,30 @@ def find_plan(
     settings = list_settings(problem, candidates)
     best = _find_best(evaluator, sketches, settings)
     if best is None or lies_away(best):
-        # What is brought for every micro-batch may be brought once for all of them.
-        layered = _find_best(evaluator, sketches, list_layered(problem, settings))
-        best = min((e for e in (best, layered) if e is not None), key=_step_ns, default=None)
+        # What is brought for every micro-batch may be brought once for all of them, and values
+        # may make room for states.
+        variants = list_variants(problem, _like(best, settings))
+        other = _find_best(evaluator, sketches, variants)
+        best = min((e for e in (best, other) if e is not None), key=_step_ns, default=None)
+        settings = (*settings, *(v for v in variants if v.order == settings[0].order))
     if best is None:
         best = find_smallest(evaluator, sketches, settings)
         if not _fits_all(evaluator, best):
             raise refuse(evaluator, best)
     return write_plan(evaluator, sketches, best, budget_bytes=evaluator.budget_bytes)
+
+
+def _like(best: Evaluation | None, settings: Sequence[Setting]) -> tuple[Setting, ...]:
+    # Those with the heap and, for the same candidate, the chunks of the best.
+    if best is None:
+        return tuple(settings)
+    mine = best.setting
+    return tuple(
+        s
+        for s in settings
+        if s.heap == mine.heap
+        and (s.candidate is not mine.candidate or s.chunk_bytes == mine.chunk_bytes)
+    )
 
 
 def _step_ns(evaluation: Evaluation) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from packhorse.errors import RecipeError
-from packhorse.plan.spec import HeapMode
+from packhorse.machine.spec import TierName
+from packhorse.plan.spec import HeapMode, Order
 from packhorse.search.lengths import Lengths
 from packhorse.search.space import (
     STATES,
@@ -40,30 +41,58 @@ def list_settings(problem: Problem, candidates: Sequence[Candidate]) -> tuple[Se
     if problem.pins.heap is not None:
         heaps = (problem.pins.heap,)
     lengths = Lengths(problem)
-    order = problem.pins.order or "depth_first"
     return tuple(
-        make_setting(problem, candidate, heap=heap, chunk_bytes=chunk_bytes, order=order)
+        make_setting(
+            problem,
+            candidate,
+            heap=heap,
+            chunk_bytes=chunk_bytes,
+            order=problem.pins.order or "depth_first",
+            boundaries=problem.pins.boundaries or "device",
+        )
         for candidate, chosen in [(each, lengths.choose(each)) for each in usable]
         for heap in heaps
         for chunk_bytes in chosen
     )
 
 
-def list_layered(problem: Problem, settings: Iterable[Setting]) -> tuple[Setting, ...]:
-    """The same settings with all micro-batches going through a block before the next block.
+def list_variants(problem: Problem, settings: Iterable[Setting]) -> tuple[Setting, ...]:
+    """The same settings with what moves between tiers arranged otherwise, where nothing is pinned.
 
-    Those where that is another order, changes no number, and is not too long to look at.
+    With all micro-batches going through a block before the next block, where that is another
+    order, changes no number, and is not too long to look at; with values that wait elsewhere
+    between the blocks that use them; with both.
     """
-    pins = problem.pins
-    if pins.order is not None or (pins.gradients and not problem.optimizer.clips):
-        return ()
     return tuple(
-        make_setting(problem, s.candidate, heap=s.heap, chunk_bytes=s.chunk_bytes, order="layered")
-        for s in settings
-        if s.num_microbatches > 1
-        and s.num_microbatches * len(s.model.blocks) <= MOST_LAYERED_RUNS
-        and _may_go_in_layers(problem, s.candidate)
+        make_setting(
+            problem,
+            setting.candidate,
+            heap=setting.heap,
+            chunk_bytes=setting.chunk_bytes,
+            order=order,
+            boundaries=boundaries,
+        )
+        for setting in settings
+        for order in _list_orders(problem, setting)
+        for boundaries in _list_boundaries(problem, setting)
+        if (order, boundaries) != (setting.order, setting.boundaries)
     )
+
+
+def _list_orders(problem: Problem, setting: Setting) -> tuple[Order, ...]:
+    pins = problem.pins
+    layered = (
+        pins.order is None
+        and (problem.optimizer.clips or not pins.gradients)
+        and 1 < setting.num_microbatches <= MOST_LAYERED_RUNS // len(setting.model.blocks)
+        and _may_go_in_layers(problem, setting.candidate)
+    )
+    return (setting.order, "layered") if layered else (setting.order,)
+
+
+def _list_boundaries(problem: Problem, setting: Setting) -> tuple[TierName, ...]:
+    free = problem.pins.boundaries is None
+    return (setting.boundaries, *(find_away_tiers(problem.machine)[:1] if free else ()))
 
 
 def _may_go_in_layers(problem: Problem, candidate: Candidate) -> bool:
@@ -128,6 +157,13 @@ def _check_pins(problem: Problem, candidates: Sequence[Candidate]) -> None:
     pins, arithmetic = problem.pins, problem.arithmetic
     pins.check(candidates[0].model)
     there = ("device", *find_away_tiers(problem.machine))
+    if pins.boundaries not in (None, *there):
+        raise RecipeError(
+            f"boundaries are pinned to the tier {pins.boundaries}, which {problem.machine.name} "
+            "does not have",
+            where="recipe: plan.boundaries",
+            fix=f"pin to {_join(there)}, or grant a budget for {pins.boundaries}",
+        )
     for state in STATES:
         for pattern, tier in pins.tiers(state):
             if tier not in there:

@@ -78,6 +78,7 @@ class Setting:
     candidate: Candidate
     num_microbatches: int
     order: Order
+    boundaries: TierName
     heap: HeapMode
     heap_slack: float
     chunk_bytes: int
@@ -119,6 +120,7 @@ def make_setting(
     heap: HeapMode,
     chunk_bytes: int,
     order: Order = "depth_first",
+    boundaries: TierName = "device",
 ) -> Setting:
     """Make a setting with its fastest start and its moves.
 
@@ -158,6 +160,7 @@ def make_setting(
         candidate=candidate,
         num_microbatches=num_microbatches,
         order=order,
+        boundaries=boundaries,
         heap=heap,
         heap_slack=problem.machine.heap.keep_slack if heap == "keep" else 0.0,
         chunk_bytes=chunk_bytes,
@@ -268,6 +271,9 @@ def build_plan(
         pins=problem.pins.names,
         prediction=None,
         order=Choice(value=setting.order, because=reason("order", 0, setting.order)),
+        boundaries=Choice(
+            value=setting.boundaries, because=reason("boundaries", 0, setting.boundaries)
+        ),
         stride=NO_STRIDE if stride is None else Choice(value=stride, because="pinned"),
     )
     return plan if budget_bytes is None else replace(plan, budget_bytes=dict(budget_bytes))
