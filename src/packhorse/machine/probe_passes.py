@@ -6,6 +6,7 @@ often are; the clock runs while a piece moves, and in the mixed pass from one co
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 import time
@@ -20,6 +21,7 @@ from packhorse.units import MIB
 
 PIECE_BYTES: Final = 32 * MIB
 PAGE_BYTES: Final = 4096
+_PATTERN_BYTES: Final = 8 * MIB
 _LATENCY_RUNS: Final = 25
 
 Clock = Callable[[], int]
@@ -161,9 +163,9 @@ def make_memory(file_bytes: int, *, huge_pages: bool) -> Mapping:
     half_bytes = file_bytes // 2 // PAGE_BYTES * PAGE_BYTES
     piece_bytes = max(PAGE_BYTES, min(PIECE_BYTES, half_bytes))
     memory = Mapping(2 * piece_bytes, huge_pages=huge_pages)
-    # A drive may compress or skip zeros.
+    # A drive may skip zeros, and compress what repeats.
     view = memory.view(0, piece_bytes)
-    pattern = bytes((index * 37 + (index >> 8)) & 0xFF for index in range(64 * 1024))
+    pattern = os.urandom(min(_PATTERN_BYTES, piece_bytes))
     for start in range(0, piece_bytes, len(pattern)):
         end = min(start + len(pattern), piece_bytes)
         view[start:end] = pattern[: end - start]
