@@ -188,7 +188,7 @@ def open_engine(
     pace: Pace | None = None,
     audit: bool = True,
 ) -> Engine:
-    """Lower, verify and start a plan, and load the subject's weights."""
+    """Write a plan down, start it, and load the subject's weights."""
     plan = make_plan(
         subject.traced.model,
         subject.optimizer,
@@ -197,6 +197,28 @@ def open_engine(
         clips=max_grad_norm is not None,
         compute_dtype=str(subject.compute_dtype).removeprefix("torch."),
     )
+    return start_plan(
+        subject,
+        plan,
+        max_grad_norm=max_grad_norm,
+        scratch=scratch,
+        seed=seed,
+        pace=pace,
+        audit=audit,
+    )
+
+
+def start_plan(
+    subject: Subject,
+    plan: Plan,
+    *,
+    max_grad_norm: float | None,
+    scratch: Path,
+    seed: int = 1,
+    pace: Pace | None = None,
+    audit: bool = True,
+) -> Engine:
+    """Lower, verify and start a plan, and load the subject's weights."""
     programs: dict[ProgramKind, Program] = {
         kind: lower_plan(plan, subject.traced.model, kind) for kind in KINDS
     }
@@ -209,7 +231,7 @@ def open_engine(
         seed=seed,
         scratch=scratch,
         num_threads=1,
-        heap=ways.heap,
+        heap=plan.heap.value,
         pace=pace,
         audit=audit,
     )

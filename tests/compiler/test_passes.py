@@ -8,8 +8,16 @@ from models import make_model, make_plan
 from packhorse.compiler.layout import lay_out_chunks
 from packhorse.compiler.lower import lower_plan
 from packhorse.compiler.passes.updates import add_updates, place_updates
-from packhorse.program.buffers import ChunkId, state_id
-from packhorse.program.tasks import Backward, Copy, Free, SegmentNorm, Task, Update
+from packhorse.program.buffers import NORM, ChunkId, state_id
+from packhorse.program.tasks import (
+    Backward,
+    Copy,
+    Free,
+    SegmentNorm,
+    Task,
+    Update,
+    lane_of,
+)
 
 
 def backwards(program, block):
@@ -130,3 +138,37 @@ def test_a_chunk_stays_between_neighbours():
     assert program.layout.chunks_of("layers.1.norm.weight") == (chunk,)
     loads = [t for t in program.tasks if isinstance(t, Copy) and t.buffer == f"param/{chunk.id}"]
     assert len(loads) == 1
+
+
+def test_updates_in_the_host_begin_with_the_gradients_that_came_first():
+    """And the others with the last, as without a host; the norm goes to the host once, at once."""
+    model = make_model(num_layers=6)
+    plan = make_plan(model, gradients="host", optimizer="host", update="host", stride=3)
+    program = lower_plan(plan, model, "train_step")
+    norms = [task.chunk for task in program.tasks if isinstance(task, SegmentNorm)]
+    updates = [task for task in program.tasks if isinstance(task, Update)]
+    hosted = [task.chunk for task in updates if task.where == "host"]
+    visiting = [task.chunk for task in updates if task.where == "device"]
+    assert hosted == [chunk for chunk in norms if chunk in hosted]
+    assert visiting == [chunk for chunk in reversed(norms) if chunk in visiting]
+    turns = [plan.update_tiers[chunk] for chunk in reversed(norms)]
+    assert [task.where for task in updates] == turns
+    copies = [t for t in program.tasks if isinstance(t, Copy) and t.buffer == "norm"]
+    assert copies == [Copy(buffer=NORM, source="device", target="host")]
+    assert lane_of(copies[0]) == "compute"
+
+
+def test_a_gradient_for_the_host_leaves_the_device_when_its_norm_is_summed():
+    model = make_model(num_layers=3)
+    program = lower_plan(make_plan(model, optimizer="host", update="host"), model, "train_step")
+    for chunk in program.layout.chunks:
+        grad = state_id("grad", chunk.id)
+        summed = next(
+            at
+            for at, task in enumerate(program.tasks)
+            if isinstance(task, SegmentNorm) and task.chunk == chunk.id
+        )
+        left = program.tasks.index(Copy(buffer=grad, source="device", target="host"))
+        freed = program.tasks.index(Free(buffer=grad, tier="device"))
+        assert summed < left < freed
+        assert not any(isinstance(task, Backward) for task in program.tasks[summed:freed])

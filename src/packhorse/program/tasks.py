@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from packhorse.program.buffers import BufferId, ChunkId, TierName
+from packhorse.program.buffers import NORM, BufferId, ChunkId, TierName
 
 Lane = Literal["compute", "update", "copy_in", "copy_out", "disk_read", "disk_write"]
 
@@ -181,8 +181,13 @@ def workspace_of(task: Task) -> int:
 
 
 def lane_of(task: Task) -> Lane:
-    """The lane that executes a task by itself; `assign_lanes` tells that of a Free in a program."""
+    """The lane that executes a task by itself; `assign_lanes` tells that of a Free in a program.
+
+    The norm, a few bytes that all updates in the host wait for, never queues behind gradients.
+    """
     match task:
+        case Copy() if task.buffer == NORM:
+            return "compute"
         case Copy(source="disk"):
             return "disk_read"
         case Copy(target="disk"):

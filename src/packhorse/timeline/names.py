@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, assert_never
 
+from packhorse.program.buffers import NORM
 from packhorse.program.tasks import (
     Backward,
     Copy,
@@ -71,6 +72,8 @@ def kind_of(task: Task) -> str:
         case Backward():
             return "backward"
         case SegmentNorm() | GradNorm():
+            return "norm"
+        case Copy() if task.buffer == NORM:
             return "norm"
         case Update():
             return "update"

@@ -4,7 +4,8 @@ In: the compute order of a training step, and the tier in which each chunk is up
 with SegmentNorm, GradNorm, Update and the Emit of the global norm.
 
     clipping:   after the last Backward that writes a gradient chunk: SegmentNorm
-                at the end: GradNorm, Emit; Update of every chunk, the latest one first
+                at the end: GradNorm, Emit; Update of every chunk, the latest one first, but in
+                the host the earliest: its gradient is there already
     otherwise:  after the last Backward that writes a gradient chunk: SegmentNorm, Update
                 (Update waits for the last task that reads the chunk's parameters)
                 at the end: GradNorm, Emit
@@ -19,7 +20,7 @@ updates in the host and the copies of those in the device run beside each other,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -102,7 +103,7 @@ def add_updates(
     result.append(GradNorm(reads=tuple(norm_id(chunk.id) for chunk in trained), writes=(NORM,)))
     result.append(Emit(buffer=NORM))
     if optimizer.clips:
-        updates = [_update(chunk, optimizer, places) for chunk in reversed(finished)]
+        updates = [_update(chunk, optimizer, places) for chunk in _order_last(finished, places)]
         if takes_norm_to_host(optimizer, places, layout):
             result.append(Copy(buffer=NORM, source="device", target="host"))
             updates += [Free(buffer=NORM, tier="host"), Free(buffer=NORM, tier="device")]
@@ -124,6 +125,13 @@ def takes_norm_to_host(
 def updated_states(optimizer: OptimizerPlan) -> tuple[str, ...]:
     """The states of a trained chunk that an update changes, the parameters first."""
     return ("param", *(("master",) if optimizer.master else ()), *optimizer.states)
+
+
+def _order_last(finished: Sequence[Chunk], places: Sequence[UpdatePlace]) -> Iterator[Chunk]:
+    """Order the updates at the end of a step; those in the host keep their turns among the rest."""
+    hosted = (chunk for chunk in finished if places[chunk.id].tier == "host")
+    for chunk in reversed(finished):
+        yield next(hosted) if places[chunk.id].tier == "host" else chunk
 
 
 def _segment_norm(chunk: Chunk) -> SegmentNorm:
