@@ -25,6 +25,7 @@ from packhorse.optim.optimizers import AdamW, Optimizer
 from packhorse.plan.spec import (
     ActivationChoice,
     BlockPlan,
+    CacheMode,
     Choice,
     ChunkPlan,
     HeapMode,
@@ -58,6 +59,7 @@ class Ways:
     heap: HeapMode = "keep"
     chunk_bytes: int = 16 * KIB
     order: Order = "depth_first"
+    cache: CacheMode = "none"
     boundaries: TierName = "device"
     tied_sum: TiedSum = "per_microbatch"
 
@@ -172,6 +174,7 @@ def make_plan(
         pins=(),
         prediction=None,
         order=_choose(ways.order),
+        cache=_choose(ways.cache),
         boundaries=_choose(ways.boundaries),
         stride=_choose(ways.stride),
     )
