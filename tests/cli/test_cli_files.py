@@ -15,12 +15,14 @@ from models import make_model
 
 from packhorse.machine.catalogue import load_known_machine
 from packhorse.machine.files import read_machine, write_machine
+from packhorse.machine.spec import Drive
 from packhorse.model.files import format_model
 from packhorse.plan.files import read_plan
 from packhorse.program.digest import digest_program
 from packhorse.program.text import parse_program
-from packhorse.storage.kept_state import KeptState, find_kept, name_owner
+from packhorse.storage.kept_state import KeptState, describe_parts, find_kept, name_owner
 from packhorse.storage.record import Entry, create_record
+from packhorse.storage.scratch_space import Scratch, ScratchPart, claim_space
 from packhorse.timeline.files import format_timeline, read_timeline
 from packhorse.trainer.run_folder import claim_run
 from packhorse.verifier.rules import RULES
@@ -403,9 +405,58 @@ def test_clean_of_a_run_leaves_the_state_of_another_alone(shell, tmp_path):
     assert find_kept(scratch) == ((), ())
 
 
-def make_machine_file(run: Path, scratch: Path) -> None:
+def keep_striped_state(first: Path, second: Path, run: Path, step: int) -> None:
+    """What a killed run leaves in two scratch folders."""
+    scratch = Scratch(parts=(ScratchPart(folder=first), ScratchPart(folder=second)))
+    with claim_space(scratch) as space:
+        space.create_file("state", 3 << 20).close()
+        header = {"owner": name_owner(run), "file_bytes": 3 << 20, **describe_parts(space)}
+        record = create_record(space.file_path("record"), header, num_buffers=0)
+        record.add(Entry(step=step, slots=(), state={}))
+        record.close()
+
+
+def test_clean_finds_every_part_of_a_state_and_no_other(shell, tmp_path):
+    run, first, second, third = (tmp_path / name for name in ("run", "a", "b", "c"))
+    run.mkdir()
+    keep_striped_state(first, second, run, 12)
+    keep_striped_state(third, second, tmp_path / "other", 7)
+    make_machine_file(run, first, second)
+    done = shell("clean", run)
+    assert done.out.count(f"the state of the run in {run} after step 12") == 2
+    assert "no state" not in done.out
+    assert shell("clean", run, "--yes").code == 0
+    assert find_kept(first) == ((), ())
+    ((kept,), _) = find_kept(third)
+    assert [part.parent for part in kept.parts] == [second]
+    assert len(list(second.glob("*.scratch"))) == 1
+    # Named alone, the first folder speaks for the others.
+    done = shell("clean", third)
+    assert done.out.count("the state of the run in") == 2
+    assert shell("clean", third, "--yes").code == 0
+    assert not list(second.glob("*.scratch"))
+
+
+def make_machine_file(run: Path, scratch: Path, *others: Path) -> None:
     machine = load_known_machine("laptop-16gb")
-    tiers = [replace(tier, path=str(scratch)) if tier.path else tier for tier in machine.tiers]
+    drives = tuple(
+        Drive(
+            path=str(folder),
+            budget_bytes=1,
+            read_bytes_per_s=1,
+            write_bytes_per_s=1,
+            measured_bytes=1,
+            direct=True,
+            block_bytes=4096,
+            num_threads=1,
+            huge_pages=True,
+        )
+        for folder in (scratch, *others)
+    )
+    tiers = [
+        replace(tier, path=str(scratch), drives=drives if others else ()) if tier.path else tier
+        for tier in machine.tiers
+    ]
     write_machine(replace(machine, tiers=tuple(tiers)), run / "machine.json")
 
 

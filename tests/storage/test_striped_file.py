@@ -201,8 +201,16 @@ def test_a_space_of_two_folders_keeps_and_removes_both_parts(tmp_path: Path) -> 
             pass
         assert space.folders == folders
         assert space.stripes.sizes(5 * MIB) == (3 * MIB, 2 * MIB)
+        # Another run's part, beside the parts of this one.
+        foreign = folders[1] / "packhorse-state-00000000.scratch"
+        foreign.write_bytes(b"theirs")
         removed = space.remove_files(but=[space.file_path("state")])
-        assert len(removed) == 2
+        assert sorted(leftover.path.name for leftover in removed) == [
+            f"packhorse-other-{space.tag}.scratch",
+            "packhorse-other.scratch",
+        ]
+        assert foreign.read_bytes() == b"theirs"
+        foreign.unlink()
         with pytest.raises(InputError, match="in use by process"):
             claim_space(scratch_in(folders[1]))
     with claim_space(scratch_in(*folders)) as space:

@@ -31,6 +31,7 @@ def clean_folder(
     """Remove what dead runs left behind; checkpoints stay."""
     from packhorse.checkpoint.folders import clean_leftovers
     from packhorse.cli.screen import Screen
+    from packhorse.storage.kept_state import find_kept
     from packhorse.storage.scratch_folder import clean_scratch
     from packhorse.trainer.run_folder import claim_run
     from packhorse.units import format_bytes
@@ -41,6 +42,7 @@ def clean_folder(
             "there is no such folder", where=str(path), fix="name a run folder or a scratch folder"
         )
     scratch = [path, *_find_scratch(path)]
+    parts = [part for kept in find_kept(path)[0] for part in kept.parts]
     remains = find_remains(path, scratch)
     for each in remains:
         screen.show_text(f"{each.path}: {each.what}, {format_bytes(each.size_bytes)}\n")
@@ -51,7 +53,9 @@ def clean_folder(
     elif screen.ask(f"remove these, {format_bytes(total_bytes)} in all?", yes=yes):
         with claim_run(path):
             for folder in scratch:
-                clean_scratch(folder, but=_find_others(folder, path))
+                clean_scratch(folder, but=_find_others(folder, scratch))
+            for part in parts:
+                part.unlink(missing_ok=True)
             clean_leftovers(path)
         removed = True
         screen.show_text(f"removed, {format_bytes(total_bytes)} freed\n")
@@ -85,19 +89,25 @@ def find_remains(path: Path, scratch: list[Path]) -> list[Remains]:
         )
         for leftover in find_leftovers(path)
     ]
+    words: dict[Path, str] = {}
     for folder in scratch:
-        kept, _ = find_kept(folder)
-        others = _find_others(folder, path)
-        words = {
-            path: f"the state of the run in {each.owner} after step {each.entry.step}"
-            for each in kept
-            for path in (each.file, *each.parts)
-        }
-        words |= {each.record: f"the record of {each.file.name}" for each in kept}
+        # Parts of a file that is striped over several folders lie in those.
+        for each in find_kept(folder)[0]:
+            state = f"the state of the run in {each.owner} after step {each.entry.step}"
+            words |= {file.absolute(): state for file in (each.file, *each.parts)}
+            words[each.record.absolute()] = f"the record of {each.file.name}"
+            if folder == path:
+                # Named alone, the first folder speaks for the others.
+                found += [
+                    Remains(path=part, what=state, size_bytes=part.stat().st_size)
+                    for part in each.parts
+                ]
+    for folder in scratch:
+        others = _find_others(folder, scratch)
         found += [
             Remains(
                 path=file.path,
-                what=words.get(file.path, "a scratch file that holds no state"),
+                what=words.get(file.path.absolute(), "a scratch file that holds no state"),
                 size_bytes=file.size_bytes,
             )
             for file in find_scratch_files(folder)
@@ -106,18 +116,32 @@ def find_remains(path: Path, scratch: list[Path]) -> list[Remains]:
     return found
 
 
-def _find_others(folder: Path, path: Path) -> tuple[Path, ...]:
-    """Files in a run's scratch folder that keep the state of another run: they are not its own."""
-    from packhorse.storage.kept_state import find_kept, name_owner
+def _find_others(folder: Path, scratch: list[Path]) -> tuple[Path, ...]:
+    """Files in a run's scratch folder that keep the state of another run: they are not its own.
 
+    Args:
+        scratch: the run folder, its scratch folder, and those that this one is striped over.
+    """
+    from packhorse.storage.kept_state import find_kept, name_owner
+    from packhorse.storage.scratch_folder import find_leftovers
+    from packhorse.storage.scratch_space import part_tag
+
+    path, *places = scratch
     if folder == path:
         return ()
-    kept, _ = find_kept(folder)
-    return tuple(
-        file
+    kept, _ = find_kept(places[0])
+    theirs = {
+        file.absolute()
         for each in kept
         if each.owner != name_owner(path)
         for file in (each.file, *each.parts, each.record)
+    }
+    return tuple(
+        left.path
+        for left in find_leftovers(folder)
+        if left.path.absolute() in theirs
+        # In the other folders lie parts of other files, too.
+        or (folder != places[0] and not left.path.stem.endswith(f"-{part_tag(places[0])}"))
     )
 
 

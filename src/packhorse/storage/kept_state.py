@@ -77,7 +77,8 @@ def find_kept(
             unreadable.append(Unreadable(path=record, reason=error.what))
             continue
         stripes, folders = _read_parts(read.header)
-        files = (file, *(scratch_path(other, names[0]) for other in folders))
+        part_name = f"{names[0]}-{read.header.get('tag')}"
+        files = (file, *(scratch_path(other, part_name) for other in folders))
         wrong = _find_wrong(files, stripes.sizes(_file_bytes(read.header)))
         if wrong is not None:
             unreadable.append(Unreadable(path=record, reason=wrong))
@@ -118,6 +119,7 @@ def describe_parts(space: ScratchSpace) -> Json:
     return {
         "units": list(space.stripes.units),
         "folders": [str(folder.absolute()) for folder in space.folders[1:]],
+        "tag": space.tag,
     }
 
 

@@ -6,6 +6,7 @@ makes files by name: a plain one where one thread of one drive does it, striped 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ from packhorse.storage.scratch_file import (
     create_scratch_file,
     open_scratch_file,
 )
-from packhorse.storage.scratch_folder import Leftover, ScratchFolder, claim_scratch
+from packhorse.storage.scratch_folder import (
+    Leftover,
+    ScratchFolder,
+    claim_scratch,
+    find_leftovers,
+)
 from packhorse.storage.striped_file import StripedFile
 from packhorse.storage.stripes import Stripes
 
@@ -85,6 +91,14 @@ class ScratchSpace:
         """The first folder, where what belongs to all of them lies."""
         return self._folders[0].path
 
+    @property
+    def tag(self) -> str:
+        """What the names of parts in other folders end with: they belong to this first folder.
+
+        Another run may have its own parts there, beside those of another first folder.
+        """
+        return part_tag(self.path)
+
     def file_path(self, name: str) -> Path:
         """Where the file called `name` lies, or its part in the first folder."""
         return self._folders[0].file_path(name)
@@ -116,13 +130,21 @@ class ScratchSpace:
         return self._open(name, size_bytes, open_scratch_file, remove=False)
 
     def remove_files(self, *, but: Collection[Path] = ()) -> tuple[Leftover, ...]:
-        """Delete the scratch files here, `but` some of the first folder and their parts."""
-        names = {path.name for path in but}
-        return tuple(
-            leftover
-            for folder in self._folders
-            for leftover in folder.remove_files(but={folder.path / name for name in names})
-        )
+        """Delete the scratch files here, `but` some of the first folder and their parts.
+
+        Of the other folders only what belongs to this first folder goes.
+        """
+        first, *others = self._folders
+        removed = [*first.remove_files(but=but)]
+        for folder in others:
+            keep = {folder.path / f"{path.stem}-{self.tag}{path.suffix}" for path in but}
+            keep |= {
+                left.path
+                for left in find_leftovers(folder.path)
+                if not left.path.stem.endswith(f"-{self.tag}")
+            }
+            removed += folder.remove_files(but=keep)
+        return tuple(removed)
 
     def close(self) -> None:
         """Give the folders free; files stay. Closing twice is harmless."""
@@ -137,8 +159,9 @@ class ScratchSpace:
             files: list[ScratchFile] = []
             sizes = stripes.sizes(size_bytes)
             for folder, part, part_bytes in zip(self._folders, parts, sizes, strict=True):
+                is_first = folder is self._folders[0]
                 file = open_one(
-                    folder.file_path(name),
+                    folder.file_path(name if is_first else f"{name}-{self.tag}"),
                     part_bytes,
                     # Measured elsewhere it may be refused here: then it goes without.
                     direct=None if part.direct else part.direct,
@@ -155,6 +178,11 @@ class ScratchSpace:
             num_threads=[part.num_threads for part in parts],
             size_bytes=size_bytes,
         )
+
+
+def part_tag(first: Path) -> str:
+    """What the names of parts end with whose first part lies in the folder `first`."""
+    return hashlib.sha256(str(first.absolute()).encode()).hexdigest()[:8]
 
 
 def claim_space(scratch: Scratch) -> ScratchSpace:
