@@ -20,7 +20,7 @@ from typing import Final, Literal
 
 import torch
 
-from bench.planned import KINDS, PLACES, Subject, load_weights, make_plan, trace_subject
+from bench.planned import KINDS, PLACES, Subject, Ways, load_weights, make_plan, trace_subject
 from bench.report import Bench, exactly, run_bench, shown
 from bench.zoo import ZOO, Step, batch_of, build_model, make_optimizer_words, make_steps
 from packhorse.compiler.lower import lower_plan
@@ -33,6 +33,7 @@ from packhorse.verifier.rules import verify_program
 
 MODEL: Final = "llama"
 NUM_MICROBATCHES: Final = 2
+ON_DISK: Final = replace(PLACES["all on disk"], activations=("recompute",))
 Change = Literal["deleted", "repeated", "swapped"]
 CHANGES: Final[tuple[Change, ...]] = ("deleted", "repeated", "swapped")
 
@@ -85,8 +86,9 @@ def make_mutants(program: Program) -> Iterator[Mutant]:
 class Range:
     """A model, the proved programs of a plan, and a fresh engine for each mutant."""
 
-    def __init__(self, subject: Subject, steps: tuple[Step, ...], scratch: Path) -> None:
-        ways = replace(PLACES["all on disk"], activations=("recompute",))
+    def __init__(
+        self, subject: Subject, steps: tuple[Step, ...], scratch: Path, ways: Ways
+    ) -> None:
         plan = make_plan(
             subject.traced.model,
             subject.optimizer,
@@ -139,12 +141,13 @@ class Range:
                 engine.train_step(feeds, step=step, learning_rate=1e-3)
 
 
-def make_range(scratch: Path) -> Range:
-    """The range of this bench."""
+def make_range(scratch: Path, ways: Ways = ON_DISK) -> Range:
+    """The range of this bench, or of another plan."""
     entry = ZOO[MODEL]
     steps = make_steps(entry, num_steps=1, num_microbatches=NUM_MICROBATCHES)
     optimizer = make_optimizer_words("adamw", entry, "all")
-    return Range(trace_subject(build_model(entry), batch_of(steps), optimizer), steps, scratch)
+    subject = trace_subject(build_model(entry), batch_of(steps), optimizer)
+    return Range(subject, steps, scratch, ways)
 
 
 def measure(bench: Bench) -> None:

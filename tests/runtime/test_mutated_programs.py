@@ -1,20 +1,39 @@
 """Every task of a real program deleted, repeated or swapped: verifier or audit name a task.
 
-The bench `bench.audit` goes through all of them; here one of each kind, and every fortieth.
+The bench `bench.audit` goes through all of them; here one of each kind, and every fortieth, of its
+program and of one with updates in the host and the device in turns.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from bench.audit import CHANGES, Mutant, Range, make_mutants, make_range, name_task
+from bench.audit import (
+    CHANGES,
+    ON_DISK,
+    Mutant,
+    Range,
+    make_mutants,
+    make_range,
+    name_task,
+)
+from bench.planned import Ways
 from packhorse.errors import AuditError
 from packhorse.program.tasks import Task
 
+IN_TURNS = Ways(
+    parameters=("host", "device"),
+    gradients=("device", "host"),
+    optimizer=("host",),
+    update=("host",),
+    stride=3,
+    activations=("recompute",),
+)
 
-@pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Range:
-    return make_range(tmp_path_factory.mktemp("scratch"))
+
+@pytest.fixture(scope="module", params=[ON_DISK, IN_TURNS], ids=["on disk", "in turns"])
+def ground(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Range:
+    return make_range(tmp_path_factory.mktemp("scratch"), request.param)
 
 
 def describe_kind(task: Task) -> str:
