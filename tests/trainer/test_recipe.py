@@ -109,6 +109,14 @@ def test_a_setting_inside_of_a_text_is_refused():
     assert read(text, "budget=device=3GiB").recipe.granted.device_bytes == 3 << 30
 
 
+def test_several_scratch_folders_are_granted_each_its_own():
+    text = "budget: {disk: [{path: /a, size: 1GiB}, {path: /b}]}\n"
+    disks = read(text).recipe.granted.disks
+    assert [(disk.path, disk.size_bytes) for disk in disks] == [("/a", 1 << 30), ("/b", None)]
+    with pytest.raises(RecipeError, match="named 2 times"):
+        read("budget: {disk: [{path: /a}, {path: /a}]}\n")
+
+
 @pytest.mark.parametrize(
     ("key", "names"),
     [
