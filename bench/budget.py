@@ -36,6 +36,8 @@ SHAPES: Final = {"19M": (256, 4), "125M": (768, 12), "350M": (1024, 24)}
 MODEL: Final = "125M"
 MAX_STEP_ERROR: Final = 0.10
 MAX_PEAK_ERROR: Final = 0.05
+# Every run times its blocks anew, so that two promises differ by what those times do.
+MAX_NOISE: Final = 0.03
 LENGTH: Final = 128
 ROWS: Final = 2
 NUM_STEPS: Final = 8
@@ -176,9 +178,9 @@ def _judge_curve(readings: Sequence[Reading]) -> list[Figure]:
     return [
         holds(
             "promised steps, each by the one with more memory",
-            min(promised) >= 1,
+            min(promised) >= 1 - MAX_NOISE,
             measured=", ".join(f"{ratio:.3f}" for ratio in promised),
-            bar="none below 1",
+            bar=f"none below {1 - MAX_NOISE:.2f}",
         ),
         holds(
             "measured steps, each by the one with more memory",
