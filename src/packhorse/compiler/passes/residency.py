@@ -6,12 +6,12 @@ updates in the host. A buffer stays where it is between uses in one tier that ar
 it leaves for its tier of rest after the first and comes from there before the second. It is copied
 back only when it was changed since, and a buffer without a home is dropped everywhere at its end.
 
-Neighbours are counted in strides: Forwards of a block that follow each other (over micro-batches)
-are one stride; so are its Backwards with their Recomputes; so are all of them where each Backward
+Neighbours are counted in stretches: Forwards of a block that follow each other (over micro-batches)
+are one stretch; so are its Backwards with their Recomputes; so are all of them where each Backward
 follows its Forward over several micro-batches; so is each Update after the last Backward. Norms and
-updates inside the backward belong to its stride. Two uses are neighbours when they are in the same
-stride or in two that follow each other. So what a block needs is brought once for all micro-batches
-that go through it together, and a gradient stays until the last of them.
+updates inside the backward belong to its stretch. Two uses are neighbours when they are in the same
+stretch or in two that follow each other. So what a block needs is brought once for all
+micro-batches that go through it together, and a gradient stays until the last of them.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def add_residency(
     Args:
         rests: where a buffer without a home waits between its uses.
     """
-    strides = _number_strides(tasks)
+    stretches = _number_stretches(tasks)
     moves = _Moves(before={}, after={})
     for buffer, uses in _find_uses(tasks, buffers).items():
         rest = buffers[buffer].home or rests[buffer]
-        _move(buffers[buffer], rest, uses, strides, moves)
+        _move(buffers[buffer], rest, uses, stretches, moves)
     result: list[Task] = []
     for position, task in enumerate(tasks):
         result += [*moves.before.get(position, []), task, *moves.after.get(position, [])]
@@ -84,7 +84,7 @@ def moves_between_tiers(buffer: Buffer) -> bool:
 
 
 def _move(
-    buffer: Buffer, rest: TierName, uses: Sequence[_Use], strides: Sequence[int], moves: _Moves
+    buffer: Buffer, rest: TierName, uses: Sequence[_Use], stretches: Sequence[int], moves: _Moves
 ) -> None:
     # Between uses that are no neighbours the tier of rest holds the newest version.
     newest: set[TierName] = set() if buffer.home is None else {rest}
@@ -109,7 +109,8 @@ def _move(
                 moves.leave(use.position, Free(buffer=buffer.id, tier=rest))
             continue
         near = following is not None and (
-            following.tier == use.tier and strides[following.position] - strides[use.position] <= 1
+            following.tier == use.tier
+            and stretches[following.position] - stretches[use.position] <= 1
         )
         if near:
             continue
@@ -142,9 +143,9 @@ def _find_uses(
     return found
 
 
-def _number_strides(tasks: Sequence[Task]) -> list[int]:
+def _number_stretches(tasks: Sequence[Task]) -> list[int]:
     numbers: list[int] = []
-    stride = 0
+    stretch = 0
     summed = False
     runs = [task for task in tasks if isinstance(task, Forward | Recompute | Backward)]
     starts = _find_starts(runs)
@@ -152,20 +153,20 @@ def _number_strides(tasks: Sequence[Task]) -> list[int]:
     for task in tasks:
         match task:
             case Forward() | Recompute() | Backward():
-                stride += starts[num_runs]
+                stretch += starts[num_runs]
                 num_runs += 1
             case Update() if summed:
-                stride += 1
+                stretch += 1
             case GradNorm():
                 summed = True
             case _:
                 pass
-        numbers.append(stride)
+        numbers.append(stretch)
     return numbers
 
 
 def _find_starts(runs: Sequence[Forward | Recompute | Backward]) -> list[bool]:
-    # Which runs of blocks begin a stride: where another block begins, or the block's backward,
+    # Which runs of blocks begin a stretch: where another block begins, or the block's backward,
     # unless its forward goes on afterwards.
     starts: list[bool] = []
     for _, group in groupby(runs, key=lambda task: task.block):
