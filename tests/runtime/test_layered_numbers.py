@@ -170,6 +170,24 @@ def test_sums_of_ties_per_step_are_other_numbers_with_several_micro_batches() ->
         assert find_differences(plain_curve(name, 4, 1.0), tied)
 
 
+@pytest.mark.parametrize("name", ["llama", "weave"])
+def test_sums_in_half_precision_are_kept_in_float32_and_are_equal_between_plans(
+    name: str, tmp_path: Path
+) -> None:
+    steps = steps_of(name, 3)
+    subject = trace_subject(build(name), batch_of(steps), WORDS, compute_dtype=torch.bfloat16)
+    first, *others = (
+        train_by_plan(subject, ways, steps, max_grad_norm=1.0, scratch=tmp_path)
+        for ways in (
+            Ways(tied_sum="per_step"),
+            replace(WAYS["all on disk"], order="layered", tied_sum="per_step"),
+            replace(AWAY, order="layered", tied_sum="per_step"),
+        )
+    )
+    for other in others:
+        assert find_differences(first, other) == ()
+
+
 def test_layers_draw_the_noise_of_their_micro_batches(tmp_path: Path) -> None:
     steps = steps_of("gpt2", 3)
 

@@ -57,6 +57,26 @@ def test_the_cost_of_clipping_is_the_same_plan_without():
     assert cost.device_bytes == 0 or abs(cost.device_bytes) < need(plan)
 
 
+def test_layers_are_a_relief_that_ties_may_be_asked_for():
+    candidates = make_candidates(length=64, tied_head=True)
+    model, profile = candidates[0].model, candidates[0].profile
+    plan = search(candidates, total=4, pins={"parameters": "disk", "cache": "none"})
+    assert plan.order.value == "depth_first"
+    (layers,) = [r for r in find_relief(plan, model, profile, make_machine()) if "layers" in r.text]
+    assert "tied_sum: per_step" in layers.text
+    assert layers.changes_numbers
+    assert layers.saved_ns > 0
+    alone = search(candidates, total=1, pins={"parameters": "disk"})
+    assert not any("layers" in r.text for r in find_relief(alone, model, profile, make_machine()))
+    untied = make_candidates(length=64)
+    pins = {"parameters": "disk", "order": "depth_first", "cache": "none"}
+    pinned = search(untied, total=4, pins=pins)
+    found = find_relief(pinned, untied[0].model, untied[0].profile, make_machine())
+    (layers,) = [relief for relief in found if "layers" in relief.text]
+    assert "order: layered" in layers.text
+    assert not layers.changes_numbers
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_an_evaluation_is_predicted_to_the_nanosecond(count):
     candidates = make_candidates(length=64)

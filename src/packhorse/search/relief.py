@@ -1,4 +1,4 @@
-"""What would make a plan faster: more memory, no clipping, another heap mode.
+"""What would make a plan faster: more memory, no clipping, another heap mode, another order.
 
 In: a plan with its model, profile and machine. Out: `Relief`s, the one that saves most first. Each
 changes one kind of choice, keeps the rest, and is lowered and costed like the plan itself. Only
@@ -14,9 +14,10 @@ from typing import Final
 from packhorse.machine.spec import Machine, TierName
 from packhorse.model.spec import Model
 from packhorse.plan.pins import State
-from packhorse.plan.spec import Choice, ChunkPlan, Plan
+from packhorse.plan.spec import Choice, ChunkPlan, Order, Plan
 from packhorse.profile.spec import Profile
 from packhorse.search.prediction import predict_plan
+from packhorse.search.settings import MOST_LAYERED_RUNS
 from packhorse.search.space import STATES
 from packhorse.units import format_bytes, format_ns, format_percent
 
@@ -66,7 +67,7 @@ def find_relief(plan: Plan, model: Model, profile: Profile, machine: Machine) ->
     now = predict_plan(plan, model, profile, machine)
     need = sum(now.peak_bytes["device"].values())
     found: list[Relief] = []
-    for words, changed in list_changes(plan, machine):
+    for words, changed in (*list_changes(plan, machine), *_in_layers(plan, model)):
         then = predict_plan(changed, model, profile, machine)
         saved_ns = now.step_ns - then.step_ns
         if saved_ns > 0:
@@ -76,7 +77,8 @@ def find_relief(plan: Plan, model: Model, profile: Profile, machine: Machine) ->
                     device_bytes=sum(then.peak_bytes["device"].values()) - need,
                     saved_ns=saved_ns,
                     share=saved_ns / now.step_ns,
-                    changes_numbers=changed.optimizer != plan.optimizer,
+                    changes_numbers=(changed.optimizer, changed.numerics)
+                    != (plan.optimizer, plan.numerics),
                 )
             )
     return tuple(sorted(found, key=lambda relief: -relief.saved_ns))
@@ -135,6 +137,21 @@ def list_changes(plan: Plan, machine: Machine) -> tuple[tuple[str, Plan], ...]:
     if plan.optimizer.clips:
         changes.append((_NO_CLIPPING, _without_clipping(plan)))
     return tuple(changes)
+
+
+def _in_layers(plan: Plan, model: Model) -> tuple[tuple[str, Plan], ...]:
+    numerics = plan.numerics
+    away = any(_tier(chunk, state) != "device" for chunk in plan.chunks for state in STATES)
+    num_runs = numerics.num_microbatches * len(model.blocks)
+    if plan.order.value == "layered" or numerics.num_microbatches == 1 or not away:
+        return ()
+    if num_runs > MOST_LAYERED_RUNS:
+        return ()
+    order: Choice[Order] = Choice(value="layered", because="tried, to see what it would save")
+    if not model.summed_parameters or numerics.tied_sum == "per_step":
+        return (("all micro-batches in layers (order: layered)", replace(plan, order=order)),)
+    changed = replace(plan, order=order, numerics=replace(numerics, tied_sum="per_step"))
+    return (("all micro-batches in layers (tied_sum: per_step)", changed),)
 
 
 def _portions(count: int) -> tuple[int, ...]:
