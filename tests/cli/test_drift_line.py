@@ -89,7 +89,6 @@ def test_a_plan_that_is_pinned_cannot_be_better(plan_folder):
         "recompute": ("*",),
         "durable": "off",
         "order": "depth_first",
-        "stride": 0,
     }
     (line,) = said(site.watch(**pins), site.slow_disk(0.1))
     assert "a new one would not be faster" in line

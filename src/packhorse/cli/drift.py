@@ -62,23 +62,37 @@ def machine_as_measured(machine: Machine, drifts: Sequence[LaneDrift]) -> Machin
 
 
 def _say_replanning(planned: Planned, drifts: Sequence[LaneDrift]) -> str:
-    from packhorse.search.prediction import predict_plan
-
     machine = machine_as_measured(planned.machine, drifts)
-    model = planned.traced.model
-    now_ns = predict_plan(planned.plan, model, planned.profile, machine).step_ns
+    now_ns = _simulate_step(planned, planned.plan, machine)
     try:
         new = _replan(planned, machine)
     except PackhorseError:
         # What the recipe pins may leave nothing else: the line says how slow it is, all the same.
         return f"this plan now takes {format_ns(now_ns)} a step, and no other fits"
-    new_ns = now_ns if new.prediction is None else new.prediction.step_ns
+    new_ns = _simulate_step(planned, new, machine)
     if new_ns > now_ns * (1 - _WORTH_IT):
         return f"this plan now takes {format_ns(now_ns)} a step, and a new one would not be faster"
     return (
         f"this plan now takes {format_ns(now_ns)} a step, a new one would take {format_ns(new_ns)}"
         " (stop, `packhorse compare RUN --machine-out FILE`, then train on with --machine FILE)"
     )
+
+
+def _simulate_step(planned: Planned, plan: Plan, machine: Machine) -> int:
+    """How long a step takes by a plan on a machine, lanes beside each other as in the run."""
+    from packhorse.compiler.lower import lower_plan
+    from packhorse.simulator.costs import TaskCosts
+    from packhorse.simulator.engine import simulate_run
+
+    program = lower_plan(plan, planned.traced.model, "train_step")
+    costs = TaskCosts(
+        machine=machine,
+        profile=planned.profile,
+        model=planned.traced.model,
+        program=program,
+        heap=plan.heap.value,
+    )
+    return simulate_run(program, costs=costs).makespan_ns
 
 
 def _replan(planned: Planned, machine: Machine) -> Plan:
