@@ -272,14 +272,14 @@ def _count_evaluations(data: RunData, interval: int | None) -> int:
 def advise(plan: Plan, model: Model, profile: Profile, machine: Machine) -> Advice:
     """Work out what would make a plan faster, and what clipping costs."""
     from packhorse.report.explain import Advice
-    from packhorse.search.relief import describe_clipping, find_relief
+    from packhorse.search.relief import NO_CLIPPING, describe_clipping, find_relief
 
     return Advice(
-        # What would change the numbers is no relief: clipping has a sentence of its own.
+        # Clipping has a sentence of its own.
         relief=tuple(
             relief.text
             for relief in find_relief(plan, model, profile, machine)
-            if not relief.changes_numbers
+            if relief.change != NO_CLIPPING
         ),
         clipping=describe_clipping(plan, model, profile, machine),
     )

@@ -22,7 +22,7 @@ from packhorse.search.space import STATES
 from packhorse.units import format_bytes, format_ns, format_percent
 
 _FREE: Final = "Gradients are not clipped, which costs nothing."
-_NO_CLIPPING: Final = "no clipping (max_grad_norm: null)"
+NO_CLIPPING: Final = "no clipping (max_grad_norm: null)"
 _WORDS: Final[Mapping[State, str]] = {
     "parameters": "the parameters",
     "gradients": "the gradients",
@@ -94,7 +94,7 @@ def cost_of_clipping(plan: Plan, model: Model, profile: Profile, machine: Machin
     now = predict_plan(plan, model, profile, machine)
     then = predict_plan(_without_clipping(plan), model, profile, machine)
     return Relief(
-        change=_NO_CLIPPING,
+        change=NO_CLIPPING,
         device_bytes=sum(then.peak_bytes["device"].values())
         - sum(now.peak_bytes["device"].values()),
         saved_ns=now.step_ns - then.step_ns,
@@ -135,7 +135,7 @@ def list_changes(plan: Plan, machine: Machine) -> tuple[tuple[str, Plan], ...]:
         )
         changes.append(("the heap keeps what is freed", kept))
     if plan.optimizer.clips:
-        changes.append((_NO_CLIPPING, _without_clipping(plan)))
+        changes.append((NO_CLIPPING, _without_clipping(plan)))
     return tuple(changes)
 
 
@@ -151,7 +151,7 @@ def _in_layers(plan: Plan, model: Model) -> tuple[tuple[str, Plan], ...]:
     if not model.summed_parameters or numerics.tied_sum == "per_step":
         return (("all micro-batches in layers (order: layered)", replace(plan, order=order)),)
     changed = replace(plan, order=order, numerics=replace(numerics, tied_sum="per_step"))
-    return (("all micro-batches in layers (tied_sum: per_step)", changed),)
+    return (("all micro-batches in layers (tied_sum: per_step; other last bits)", changed),)
 
 
 def _portions(count: int) -> tuple[int, ...]:
