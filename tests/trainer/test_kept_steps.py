@@ -25,6 +25,7 @@ from tiny_runs import ALL_IN_MEMORY, ALL_ON_DISK, make_machine, plan_run, prepar
 
 from packhorse.checkpoint.folders import find_checkpoints
 from packhorse.errors import InputError, StoppedError
+from packhorse.runtime.engine import Engine
 from packhorse.storage.kept_state import KeptState, find_kept
 from packhorse.storage.scratch_folder import find_leftovers
 from packhorse.trainer.observer import SilentObserver, StepReport
@@ -131,6 +132,43 @@ def test_a_signal_ends_the_run_without_a_save(
         "checkpoint-3",
         "checkpoint-6",
     ]
+    assert_ended_like(tmp_path, straight)
+
+
+class SignalInStep(SilentObserver):
+    """Sends a signal in the middle of the step after `step`."""
+
+    def __init__(self, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.step = step
+        self.patch = monkeypatch
+
+    def stepped(self, report: StepReport) -> None:
+        if report.step == self.step:
+            inner = Engine._update  # pyright: ignore[reportPrivateUsage]
+
+            def update(engine: Engine, *arguments: object) -> None:
+                os.kill(os.getpid(), signal.SIGTERM)
+                inner(engine, *arguments)  # pyright: ignore[reportArgumentType]
+
+            self.patch.setattr(Engine, "_update", update)
+
+
+@pytest.mark.parametrize(
+    ("pins", "finished"), [(ALL_ON_DISK, 3), (IN_MEMORY, 4)], ids=["disk", "memory"]
+)
+def test_a_long_step_is_given_up_for_a_signal_where_the_one_before_is_kept(
+    tmp_path: Path,
+    straight: Path,
+    pins: dict[str, object],
+    finished: int,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with monkeypatch.context() as patch:
+        patch.setattr("packhorse.trainer.stop_signals.GRACE_S", 0.0)
+        with pytest.raises(StoppedError, match=f"stopped by SIGTERM after step {finished} of 6"):
+            run(tmp_path, observer=SignalInStep(3, patch), plan=pins, save_steps=None)
+    assert kept_in(tmp_path).entry.step == finished
+    run(tmp_path, resume=ResumeNewest(), plan=pins, save_steps=None)
     assert_ended_like(tmp_path, straight)
 
 

@@ -330,7 +330,7 @@ def test_a_signal_while_the_checkpoint_is_checked_stops_at_once(
         os.kill(os.getpid(), signal.SIGTERM)
         return find_beginning(folder, resume, scratch)
 
-    monkeypatch.setattr("packhorse.trainer.training.find_beginning", interrupt)
+    monkeypatch.setattr("packhorse.trainer.starting.find_beginning", interrupt)
     with pytest.raises(StoppedError, match="stopped by SIGTERM before the first step"):
         run(tmp_path, resume=ResumeNewest())
 

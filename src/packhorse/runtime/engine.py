@@ -101,6 +101,7 @@ class Engine:
         scratch: folder of the disk tier, or all of them and how their bytes move.
         keeping: how finished steps are kept; None: they are not.
         resumed: kept state that this engine goes on from.
+        watch: called between tasks; when it raises, the engine can only be closed.
         num_threads: intra-op threads of the compute lane.
         heap: how the C heap treats large blocks.
         device: `cpu`, or a CUDA device, for which the model was traced.
@@ -129,6 +130,7 @@ class Engine:
         audit: bool = False,
         keeping: Keeping | None = None,
         resumed: KeptState | None = None,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         for kind, program in programs.items():
             if program.model != traced.model.fingerprint:
@@ -183,6 +185,7 @@ class Engine:
             payloads=Payloads(self._device, self._disk, audit=audit),
             parameter_order=tuple(traced.model.parameters),
             audit=audit,
+            watch=watch,
         )
 
         self.keeper = StepKeeper(

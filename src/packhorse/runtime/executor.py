@@ -131,7 +131,8 @@ def prepare_program(program: Program, proof: Proof) -> Prepared:
 class Executor:
     """Holds the buffers of one rank and runs programs over them.
 
-    Between programs exactly the states with a home are present, where their home is.
+    Between programs exactly the states with a home are present, where their home is. `watch` is
+    called between tasks, and ends the run when it raises.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Executor:
         payloads: Payloads,
         parameter_order: tuple[str, ...],
         audit: bool,
+        watch: Callable[[], None],
     ) -> None:
         self._runner = runner
         self._memory = memory
@@ -152,6 +154,7 @@ class Executor:
         self._lanes = lanes
         self._order = parameter_order
         self._audit = audit
+        self._watch = watch
         self._ledger = Ledger(program.pools)
         self._chunks = chunk_table(program.layout)
         self._payloads = payloads
@@ -217,12 +220,15 @@ class Executor:
 
         try:
             for index, task in enumerate(program.tasks):
+                self._watch()
                 created = self._reserve(task, program)
                 note(time.perf_counter_ns() - begin)
                 submit(index, task, created)
                 self._release(self._replay, task, program)
                 if self._audit:
                     self._check(prepared, index)
+            while self._lanes.wait_any():
+                self._watch()
             self._lanes.wait_all()
         except LanesStuckError as error:
             raise self._stuck(error, program) from error

@@ -52,6 +52,7 @@ class Session:
         audit: check every task against what it declares (slow).
         owner: the run folder for which steps are kept as the plan says; None: none are.
         resumed: kept state of that run; see `is_reopened`.
+        watch: called between tasks; when it raises, the session can only be closed.
 
     Raises:
         MismatchError: the plan was made for another model or shape.
@@ -73,6 +74,7 @@ class Session:
         audit: bool = False,
         owner: Path | None = None,
         resumed: KeptState | None = None,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         check_plan(plan, traced.model)
         _check_optimizer(plan, optimizer, max_grad_norm)
@@ -114,7 +116,9 @@ class Session:
             audit=audit,
             keeping=keeping,
             resumed=resumed,
+            watch=watch,
         )
+        self._kept_step: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -204,6 +208,7 @@ class Session:
                 weights.read_into(piece.parameter, piece.start, piece.stop, piece.tensor)
 
         self._engine.restore(fill)
+        self._kept_step = self._engine.keeper.kept_step
 
     def resume_kept(self, saved: KeptRun, weights: WeightSource) -> None:
         """Fill every state from kept state of another plan; see `resume`."""
@@ -227,6 +232,11 @@ class Session:
         every = self.plan.durable.value
         if self.keeps and every != "off" and run.step % every == 0:
             self._engine.keeper.keep(run.step, kept_state_of(run))
+            self._kept_step = run.step
+
+    def keeps_step(self, step: int) -> bool:
+        """Whether the state after `step` is kept, or will be without anything more to be done."""
+        return self._kept_step == step
 
     def keep_now(self, run: RunState) -> None:
         """Keep the state after the last finished step; blocks until it is on the disk.
@@ -235,10 +245,10 @@ class Session:
             StorageError: the disk is full or fails.
         """
         keeper = self._engine.keeper
-        keeper.settle()
-        if keeper.kept_step != run.step:
+        if self._kept_step != run.step:
             keeper.keep(run.step, kept_state_of(run))
-            keeper.settle()
+            self._kept_step = run.step
+        keeper.settle()
 
     def discard_kept(self) -> None:
         """Let kept state go when the session closes: it is elsewhere too."""

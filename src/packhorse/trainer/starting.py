@@ -12,10 +12,27 @@ from pathlib import Path
 from packhorse.checkpoint.kept_run import KeptRun
 from packhorse.checkpoint.resume import SavedRun
 from packhorse.storage.kept_state import KeptState, remove_kept
-from packhorse.trainer.run_folder import Beginning, Resume, StartFresh
+from packhorse.trainer.run_folder import (
+    Beginning,
+    Resume,
+    StartFresh,
+    clear_leftovers,
+    find_beginning,
+)
 from packhorse.trainer.saving import RunSaver
 from packhorse.trainer.session import Session
 from packhorse.trainer.weights import WeightSource
+
+
+def begin(folder: Path, resume: Resume, scratch: Path | None) -> tuple[Beginning, tuple[Path, ...]]:
+    """Find where to begin, and what was cleared away before: the newest may have to come back."""
+    if isinstance(resume, StartFresh):
+        return find_beginning(folder, resume, scratch), ()
+    cleared = clear_leftovers(folder)
+    beginning = find_beginning(folder, resume, scratch)
+    for kept in beginning.obsolete:
+        remove_kept(kept)
+    return beginning, cleared
 
 
 def fill_states(

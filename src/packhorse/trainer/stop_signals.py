@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -19,11 +20,21 @@ from packhorse.errors import StoppedError
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
+GRACE_S: Final = 10.0
+"""After a signal a step may take so long to finish; longer ones are given up where that is safe."""
+
+
+class GivenUpError(Exception):
+    """A step that was given up for a signal; what it had changed does not count."""
+
+
 class StopSignals:
     """Catches the signals inside a `with` block of the main thread."""
 
     def __init__(self) -> None:
         self._name: str | None = None
+        self._came_s = 0.0
+        self._can_give_up = False
         self._before: dict[signal.Signals, Any] = {}  # handlers have no common type
 
     def __enter__(self) -> Self:
@@ -53,8 +64,29 @@ class StopSignals:
         if self._name == "SIGINT" and name == "SIGINT":
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
+        if self._name is None:
+            self._came_s = time.monotonic()
         if self._name is None or name == "SIGINT":
             self._name = name
+
+    @contextmanager
+    def giving_up(self, *, allowed: bool) -> Generator[None]:
+        """Inside, where it is allowed, `watch` gives the step up when it takes too long."""
+        self._can_give_up = allowed
+        try:
+            yield
+        finally:
+            self._can_give_up = False
+
+    def watch(self) -> None:
+        """Ask between tasks.
+
+        Raises:
+            GivenUpError: a signal came more than `GRACE_S` ago, and the step may be given up.
+        """
+        late = self._name is not None and time.monotonic() - self._came_s > GRACE_S
+        if self._can_give_up and late:
+            raise GivenUpError
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from packhorse.runtime.emulation import Pace
 from packhorse.runtime.engine import StepResult
 from packhorse.runtime.memory.heap import trim_heap
 from packhorse.runtime.scratch import find_scratch
-from packhorse.storage.kept_state import remove_kept
 from packhorse.timeline.files import format_timeline
 from packhorse.timeline.spec import Timeline
 from packhorse.trainer.frozen_values import SavedWeights, ValueSource
@@ -57,18 +56,15 @@ from packhorse.trainer.run_folder import (
     MEASURED_NAME,
     PREDICTED_NAME,
     RECIPE_NAME,
-    Beginning,
     Resume,
     RunFolder,
     StartFresh,
     claim_run,
-    clear_leftovers,
-    find_beginning,
 )
 from packhorse.trainer.saving import RunSaver
 from packhorse.trainer.session import Session
-from packhorse.trainer.starting import fill_states, resumed_from
-from packhorse.trainer.stop_signals import StopSignals, stop_at_once
+from packhorse.trainer.starting import begin, fill_states, resumed_from
+from packhorse.trainer.stop_signals import GivenUpError, StopSignals, stop_at_once
 from packhorse.units import GIB, format_bytes, format_ns
 
 # The first step of a process still warms up; the second is the one to compare with the prediction.
@@ -119,7 +115,7 @@ def train(
             stack.enter_context(claim_run(recipe.run_folder))
             scratch = find_scratch(machine.tier("disk"))
             place = None if scratch is None else scratch.parts[0].folder
-            beginning, cleared = _begin(recipe.run_folder, resume, place)
+            beginning, cleared = begin(recipe.run_folder, resume, place)
         signals = stack.enter_context(StopSignals())
         reporters = open_reporters(recipe)
         for reporter in reporters:
@@ -136,6 +132,7 @@ def train(
                 audit=audit,
                 owner=recipe.run_folder,
                 resumed=beginning.kept,
+                watch=signals.watch,
             )
         )
         weights = prepared.open_weights()
@@ -181,19 +178,6 @@ def train(
         return run.go(finished)
 
 
-def _begin(
-    folder: Path, resume: Resume, scratch: Path | None
-) -> tuple[Beginning, tuple[Path, ...]]:
-    """Find where to begin, and what was cleared away before: the newest may have to come back."""
-    if isinstance(resume, StartFresh):
-        return find_beginning(folder, resume, scratch), ()
-    cleared = clear_leftovers(folder)
-    beginning = find_beginning(folder, resume, scratch)
-    for kept in beginning.obsolete:
-        remove_kept(kept)
-    return beginning, cleared
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     prepared: PreparedRun
@@ -233,7 +217,13 @@ class _Run:
         if self.signals.name is not None:
             raise self._stop(finished, saved_step)
         for step in range(finished + 1, num_steps + 1):
-            report = self._train_step(step, num_in_process=step - finished)
+            try:
+                # What is kept already, or was never begun, is not lost with the step.
+                with self.signals.giving_up(allowed=self.session.keeps_step(step - 1)):
+                    report = self._train_step(step, num_in_process=step - finished)
+            except GivenUpError:
+                self.note(f"step {step} is given up for {self.signals.name}: it takes too long")
+                raise self._stop(step - 1, saved_step) from None
             self.session.finish_step(self.saver.describe_state(step))
             loss = loss if report is None else report.loss
             if self._evaluates_after(step):
