@@ -3,7 +3,7 @@
 Nothing runs: the step of a decoder is lowered and the order in which its tasks touch the states of
 chunks is put through the cache simulation that the search of chunk lengths uses. Beside it stands
 what the compiled step itself copies when every state lies on disk, in as little device memory as
-it gets by with.
+it gets by with, and what is left of that when chunks stay in the valleys of that memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from bench.material import VOCABULARY, make_config
 from bench.planned import Subject, Ways, make_plan, trace_subject
 from bench.report import Bench, Figure, at_most, run_bench, shown
 from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.peak import peak_of
 from packhorse.optim.optimizers import AdamW
+from packhorse.plan.spec import CacheMode
 from packhorse.program.program import Program
 from packhorse.program.tasks import Copy
 from packhorse.search.cache import (
@@ -47,7 +49,9 @@ def measure(bench: Bench) -> None:
     """Simulate each order at each share of the states."""
     subject = _trace(bench)
     for title, ways in ORDERS.items():
-        program = _lower(subject, ways, chunk_mib=2 if bench.quick else 8)
+        chunk_bytes = (2 if bench.quick else 8) * MIB
+        program = _lower(subject, ways, chunk_bytes, "none")
+        keeping = _lower(subject, ways, chunk_bytes, "valleys")
         accesses = trace_accesses(program.tasks, program.layout)
         states_bytes = sum(state.size_bytes for state in list_states(program.layout).values())
         bench.add(
@@ -58,14 +62,17 @@ def measure(bench: Bench) -> None:
                 shown("states of chunks", states_bytes, show=format_bytes),
                 shown("tasks that touch one", len(accesses)),
                 shown("least cache: the widest task", widest_bytes(accesses), show=format_bytes),
-                shown(
-                    "copied by the compiled step, all on disk",
-                    sum(
-                        program.buffers[task.buffer].size_bytes
-                        for task in program.tasks
-                        if isinstance(task, Copy)
-                    ),
-                    show=format_bytes,
+                shown("copied, all on disk", _copied_bytes(program), show=format_bytes),
+                at_most(
+                    "copied by what is copied without, cache: valleys",
+                    _copied_bytes(keeping) / _copied_bytes(program),
+                    1.0,
+                ),
+                at_most(
+                    "peak of the device by the peak without, cache: valleys",
+                    peak_of(keeping)[keeping.workspace_pool]
+                    / peak_of(program)[program.workspace_pool],
+                    1.0,
                 ),
             ],
         )
@@ -107,13 +114,21 @@ def _trace(bench: Bench) -> Subject:
     return trace_subject(module, {"input_ids": tokens, "labels": tokens}, AdamW())
 
 
-def _lower(subject: Subject, ways: Ways, *, chunk_mib: int) -> Program:
+def _copied_bytes(program: Program) -> int:
+    return sum(
+        program.buffers[task.buffer].size_bytes for task in program.tasks if isinstance(task, Copy)
+    )
+
+
+def _lower(subject: Subject, ways: Ways, chunk_bytes: int, cache: CacheMode) -> Program:
     away = Ways(
         parameters=("disk",),
         gradients=("disk",),
         optimizer=("disk",),
         activations=ways.activations,
-        chunk_bytes=chunk_mib * MIB,
+        heap="map",
+        chunk_bytes=chunk_bytes,
+        cache=cache,
         order=ways.order,
         tied_sum=ways.tied_sum,
     )

@@ -76,7 +76,7 @@ def ask_peer(
         return peer.reason
     # What is compiled on first use; a run that was stopped meanwhile left its lock behind.
     extensions = FOLDER / peer.name / "extensions"
-    for lock in extensions.rglob("lock"):
+    for lock in extensions.rglob("*lock"):
         lock.unlink()
     try:
         done = subprocess.run(

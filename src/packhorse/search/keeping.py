@@ -8,6 +8,7 @@ search of moves does not see it: it places what lies still, and this takes what 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from packhorse.compiler.lower import lower_plan
@@ -43,12 +44,11 @@ def choose_cache(
     quick = predict_plan(keeping, model, profile, machine)
     gain_ns = slow.step_ns - quick.step_ns
     if gain_ns <= 0:
-        because = f"keeping {len(kept)} states of chunks between uses would not be quicker"
+        because = f"keeping {_count_chunks(kept)} between uses would not be quicker"
         return replace(plan, cache=Choice(value="none", because=because))
     size_bytes = sum(before.buffers[name].size_bytes for name in kept)
-    chunks = {name.partition("/")[2] for name in kept}
     because = (
-        f"cache: {len(chunks)} chunks, {format_bytes(size_bytes)}, saves "
+        f"cache: {_count_chunks(kept)}, {format_bytes(size_bytes)}, saves "
         f"{format_bytes(slow.disk_read_bytes - quick.disk_read_bytes)} read and "
         f"{format_bytes(slow.disk_written_bytes - quick.disk_written_bytes)} written per step: "
         f"{format_ns(gain_ns)} less"
@@ -60,6 +60,15 @@ def _lower(plan: Plan, model: Model) -> Program:
     count = count_modelled(plan.order.value, plan.numerics.num_microbatches)
     short = replace(plan, numerics=replace(plan.numerics, num_microbatches=count))
     return lower_plan(short, model, "train_step")
+
+
+def _count_chunks(kept: Iterable[BufferId]) -> str:
+    # A state of a chunk is named by the chunk's number, a value by its own name.
+    owners = [name.partition("/")[2] for name in kept]
+    chunks = {owner for owner in owners if owner.isdigit()}
+    num_values = sum(not owner.isdigit() for owner in owners)
+    words = f"{len(chunks)} chunk{'' if len(chunks) == 1 else 's'}"
+    return f"{words} and {num_values} values" if num_values else words
 
 
 def _count_loads(program: Program) -> Counter[BufferId]:
