@@ -167,3 +167,16 @@ def test_a_norm_that_is_not_finite_stops_before_any_host_update(tmp_path: Path) 
         pytest.raises(NonFiniteError),
     ):  # fmt: skip
         engine.train_step(steps[0], step=1, learning_rate=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "weave"])
+def test_micro_batches_in_layers_have_the_same_bits(name: str, tmp_path: Path) -> None:
+    """What is updated where does not depend on the order of the micro-batches."""
+    subject = find_subject(name)
+    steps = make_steps(ZOO[name], num_steps=2, num_microbatches=3)
+    resident = replace(RESIDENT, tied_sum="per_step")
+    curve = train_by_plan(subject, resident, steps, max_grad_norm=0.1, scratch=tmp_path)
+    for ways in (IN_TURNS, ANYWHERE):
+        ways = replace(ways, stride=2, order="layered", tied_sum="per_step")
+        other = train_by_plan(subject, ways, steps, max_grad_norm=0.1, scratch=tmp_path)
+        assert find_differences(curve, other) == ()

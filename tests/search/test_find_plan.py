@@ -231,6 +231,8 @@ def test_pins_are_kept():
         ({"microbatch_rows": 3}, 4, ["pinned to 3", "pin one of 2, 4"]),
         ({"loss_chunk_tokens": 64}, 4, ["pinned to 64", "whole"]),
         ({"optimizer": "host"}, 4, ["tier host", "device, disk"]),
+        ({"update": "host"}, 4, ["updates of *", "tier host", "device, disk"]),
+        ({"stride": 2}, 4, ["pinned to 2", "no host tier"]),
         ({"tied_sum": "per_step"}, 4, ["per_step", "per_microbatch"]),
         ({"recompute": ["layer.1"]}, 4, ["'layer.1'", "'layers.1'"]),
         ({}, 5, ["global batch of 5 rows", "2, 4"]),

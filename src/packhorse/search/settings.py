@@ -11,6 +11,7 @@ from typing import Final
 
 from packhorse.errors import RecipeError
 from packhorse.machine.spec import TierName
+from packhorse.plan.pins import Placed
 from packhorse.plan.spec import HeapMode, Order
 from packhorse.search.lengths import Lengths
 from packhorse.search.space import (
@@ -164,11 +165,20 @@ def _check_pins(problem: Problem, candidates: Sequence[Candidate]) -> None:
             where="recipe: plan.boundaries",
             fix=f"pin to {_join(there)}, or grant a budget for {pins.boundaries}",
         )
-    for state in STATES:
+    if pins.stride is not None and "host" not in there:
+        raise RecipeError(
+            f"the stride of updates is pinned to {pins.stride}, but {problem.machine.name} has no "
+            "host tier to update in",
+            where="recipe: plan.stride",
+            fix="leave it out, or grant a budget for host",
+        )
+    placed: tuple[Placed, ...] = (*STATES, "update")
+    for state in placed:
         for pattern, tier in pins.tiers(state):
             if tier not in there:
+                what = "updates" if state == "update" else state
                 raise RecipeError(
-                    f"{state} of {pattern} are pinned to the tier {tier}, which "
+                    f"{what} of {pattern} are pinned to the tier {tier}, which "
                     f"{problem.machine.name} does not have",
                     where=f"recipe: plan.{state}",
                     fix=f"pin to {_join(there)}, or grant a budget for {tier}",
