@@ -28,6 +28,9 @@ def test_all_rates_are_divided_alike() -> None:
         assert after is not None
         assert after.bytes_per_s == before.bytes_per_s / 400
         assert after.latency_ns == before.latency_ns * 400
+    mixed = tuple(replace(link, mixed_bytes_per_s=4e9) for link in real.links)
+    slow_mixed = slow_down(replace(real, links=mixed), 400, BUDGETS)
+    assert {link.mixed_bytes_per_s for link in slow_mixed.links} == {1e7}
     ratios = {
         a.parameters_per_s / b.parameters_per_s
         for a, b in zip(real.updates, slow.updates, strict=True)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packhorse.errors import InputError, StorageError
+from packhorse.storage.disk_threads import DiskThreads
 from packhorse.storage.mapping import Mapping
 from packhorse.storage.scratch_file import create_scratch_file
 from packhorse.storage.scratch_folder import find_leftovers
@@ -159,6 +160,45 @@ def test_a_failing_drive_fails_the_transfer_after_the_others_ended(tmp_path: Pat
             file.read_into(memory, 0, 4 * MIB)
         # What lies on the other drive alone can still be read.
         file.read_into(memory, 0, MIB)
+
+
+def test_threads_end_with_their_file_and_hand_errors_over() -> None:
+    threads = DiskThreads(2)
+    together = threading.Barrier(2, timeout=60)
+    names: list[str] = []
+
+    def meet() -> None:
+        together.wait()
+        names.append(threading.current_thread().name)
+
+    def fail() -> None:
+        raise StorageError("the drive is gone")
+
+    for job in [threads.submit(meet), threads.submit(meet)]:
+        job.result(60)
+    assert sorted(names) == ["packhorse-disk-0", "packhorse-disk-1"]
+    with pytest.raises(StorageError, match="the drive is gone"):
+        threads.submit(fail).result(60)
+    mine = [thread for thread in threading.enumerate() if thread.name in names]
+    # A drive that never answers must not keep a process from ending.
+    assert [thread.daemon for thread in mine] == [True, True]
+    threads.close()
+    threads.close()
+    assert not any(thread.is_alive() for thread in mine)
+    with pytest.raises(ValueError, match="have ended"):
+        threads.submit(meet)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_leaves_nobody_waiting() -> None:
+    threads = DiskThreads(1)
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(StorageError, match="has ended"):
+        threads.submit(end).result(60)
+    threads.close()
 
 
 def test_ranges_are_checked(tmp_path: Path) -> None:

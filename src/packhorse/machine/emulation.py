@@ -53,6 +53,9 @@ def slow_down(machine: Machine, factor: float, budget_bytes: Mapping[TierName, i
             replace(
                 link,
                 bytes_per_s=link.bytes_per_s / factor,
+                mixed_bytes_per_s=None
+                if link.mixed_bytes_per_s is None
+                else link.mixed_bytes_per_s / factor,
                 latency_ns=round(link.latency_ns * factor),
             )
             for link in machine.links

@@ -8,13 +8,14 @@ several threads is the same thing, for a drive that wants more than one transfer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from packhorse.storage.counters import IoCounters
+from packhorse.storage.disk_threads import DiskThreads
 from packhorse.storage.extents import ALIGNMENT_BYTES
 from packhorse.storage.memory import Memory, MemoryRange
 from packhorse.storage.scratch_file import ScratchFile
@@ -57,8 +58,7 @@ class StripedFile:
         self._num_threads = tuple(num_threads)
         self._size_bytes = sum(expected)
         # The caller's thread takes one part of each transfer itself.
-        others = _DIRECTIONS * (sum(num_threads) - 1)
-        self._pool = ThreadPoolExecutor(max(1, others), thread_name_prefix="packhorse-disk")
+        self._threads = DiskThreads(max(1, _DIRECTIONS * (sum(num_threads) - 1)))
 
     def __enter__(self) -> Self:
         return self
@@ -113,13 +113,13 @@ class StripedFile:
 
     def close(self) -> None:
         """Close all files and keep them on the disk. Closing twice is harmless."""
-        self._pool.shutdown()
+        self._threads.close()
         for file in self._files:
             file.close()
 
     def remove(self) -> None:
         """Close and delete all files, but those whose path another file took."""
-        self._pool.shutdown()
+        self._threads.close()
         for file in self._files:
             file.remove()
 
@@ -165,7 +165,7 @@ class StripedFile:
         """
         others: list[Future[None]] = []
         try:
-            others += [self._pool.submit(job) for job in jobs[1:]]
+            others += [self._threads.submit(job) for job in jobs[1:]]
             for job in jobs[:1]:
                 job()
         finally:
