@@ -97,14 +97,16 @@ def _say_peaks(planned: Planned, summary: Summary) -> Iterable[str]:
 
 
 def _peaks(planned: Planned, summary: Summary) -> Mapping[str, tuple[int, int, int]]:
-    """Give (measured, predicted, budget) bytes by tier; the base counts on both sides."""
+    """Give (measured, predicted, budget) bytes by tier; base and slots count on both sides."""
     prediction = planned.plan.prediction
     found: dict[str, tuple[int, int, int]] = {}
     for tier, budget in planned.plan.budget_bytes.items():
-        promised = 0
-        if prediction is not None and tier in prediction.peak_bytes:
-            promised = sum(prediction.peak_bytes[tier].values())
-        used = summary.peak_bytes.get(tier, 0)
+        causes: Mapping[str, int] = {}
+        if prediction is not None:
+            causes = prediction.peak_bytes.get(tier, {})
+        promised = sum(causes.values())
+        # Slots of kept steps are there from the beginning; no ledger of a step holds them.
+        used = summary.peak_bytes.get(tier, 0) + causes.get("slots", 0)
         if used:
             found[tier] = used, promised, budget
     return found
