@@ -112,6 +112,25 @@ def test_a_killed_run_goes_on_under_another_plan(
     assert_ended_like(tmp_path, straight)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(ALL_ON_DISK, ALL_ON_DISK), (IN_MEMORY, IN_MEMORY), (IN_MEMORY, ALL_ON_DISK)],
+    ids=["disk", "memory", "to-disk"],
+)
+def test_frozen_parameters_come_back_too(
+    tmp_path: Path, before: dict[str, object], after: dict[str, object]
+):
+    options: dict[str, object] = {"freeze": ["*embed*", "*layers.0*"], "save_steps": None}
+    run(tmp_path / "straight", plan=OFF, **options)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    with pytest.raises(Killed):
+        run(killed, observer=KillAt(5), plan=before, **options)
+    assert kept_in(killed).entry.step == 4
+    run(killed, resume=ResumeNewest(), plan=after, **options)
+    assert_ended_like(killed, tmp_path / "straight")
+
+
 @pytest.mark.parametrize("step", [1, 3, 6])
 @pytest.mark.parametrize("pins", [ALL_ON_DISK, IN_MEMORY], ids=["disk", "memory"])
 def test_a_signal_ends_the_run_without_a_save(
