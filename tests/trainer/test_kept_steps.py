@@ -131,6 +131,18 @@ def test_frozen_parameters_come_back_too(
     assert_ended_like(killed, tmp_path / "straight")
 
 
+@pytest.mark.parametrize("after", [ALL_ON_DISK, IN_MEMORY], ids=["in-place", "to-memory"])
+def test_masters_are_kept_beside_narrow_parameters(tmp_path: Path, after: dict[str, object]):
+    options: dict[str, object] = {"bf16": True, "save_steps": None}
+    run(tmp_path / "straight", plan=OFF, **options)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    with pytest.raises(Killed):
+        run(killed, observer=KillAt(5), plan=ALL_ON_DISK, **options)
+    run(killed, resume=ResumeNewest(), plan=after, **options)
+    assert_ended_like(killed, tmp_path / "straight")
+
+
 @pytest.mark.parametrize("step", [1, 3, 6])
 @pytest.mark.parametrize("pins", [ALL_ON_DISK, IN_MEMORY], ids=["disk", "memory"])
 def test_a_signal_ends_the_run_without_a_save(
