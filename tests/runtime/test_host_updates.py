@@ -69,7 +69,11 @@ def count_hosted(subject: Subject, ways: Ways) -> tuple[int, int]:
     return places.count("host"), places.count("device")
 
 
-@pytest.mark.parametrize("ways", [IN_HOST, AT_DEVICE, ANYWHERE], ids=["host", "device", "any"])
+@pytest.mark.parametrize(
+    "ways",
+    [IN_HOST, AT_DEVICE, ANYWHERE, replace(ANYWHERE, cache="valleys", stride=3)],
+    ids=["host", "device", "any", "cached"],
+)
 @pytest.mark.parametrize(
     ("name", "optimizer", "microbatches"),
     [("weave", "adamw", 4), ("llama", "adamw", 1), ("llama", "momentum", 2), ("gpt2", "sgd", 2)],
