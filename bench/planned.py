@@ -55,6 +55,7 @@ class Ways:
     optimizer: Sequence[TierName] = ("device",)
     update: Sequence[TierName] = ("device",)
     stride: int = 0
+    prefetch: int = 0
     activations: Sequence[ActivationChoice] = ("keep",)
     heap: HeapMode = "keep"
     chunk_bytes: int = 16 * KIB
@@ -177,6 +178,7 @@ def make_plan(
         cache=_choose(ways.cache),
         boundaries=_choose(ways.boundaries),
         stride=_choose(ways.stride),
+        prefetch=_choose(ways.prefetch),
     )
 
 

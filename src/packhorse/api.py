@@ -227,7 +227,7 @@ def simulate(
     from packhorse.profile.identity import check_profile
     from packhorse.report.drawn import DrawnTimeline
     from packhorse.simulator.costs import TaskCosts
-    from packhorse.simulator.engine import simulate_program
+    from packhorse.simulator.engine import simulate_run
     from packhorse.trainer.run_program import RunProgram
 
     if isinstance(program, RunProgram):
@@ -255,7 +255,7 @@ def simulate(
         heap="keep" if program.workspace_pool == HEAP else "map",
     )
     return DrawnTimeline(
-        timeline=simulate_program(program, costs=costs),
+        timeline=simulate_run(program, costs=costs),
         capacity_bytes={pool.id: pool.capacity_bytes for pool in program.pools},
         title=f"{model.name}: {program.kind}",
     )

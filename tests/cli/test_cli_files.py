@@ -187,8 +187,8 @@ def test_simulate_takes_programs_other_machines_and_lanes(shell, plan_folder):
     shell("lower", plan_folder / "plan.json", "--out", path)
     one = shell("simulate", path, "--json").document
     assert one["makespan_ns"] == shell("simulate", plan_folder, "--json").document["makespan_ns"]
-    overlapped = shell("simulate", path, "--overlap", "--json").document
-    assert overlapped["makespan_ns"] < one["makespan_ns"]
+    in_turn = shell("simulate", path, "--one-by-one", "--json").document
+    assert in_turn["makespan_ns"] > one["makespan_ns"]
     there = shell("simulate", path, "--machine", "h100-80gb", "--json")
     assert there.code == 2 or there.document["makespan_ns"] != one["makespan_ns"]
     done = shell("simulate", plan_folder / "machine.json")
@@ -242,8 +242,8 @@ def test_compare_takes_a_run_folder_or_two_timelines(shell, plan_folder):
     done = shell("compare", plan_folder)
     assert done.code == 2
     assert "no timeline-predicted.json and no timeline-measured.json" in done.err
-    shell("simulate", plan_folder, "--out", predicted)
-    shell("simulate", plan_folder, "--overlap", "--out", measured)
+    shell("simulate", plan_folder, "--one-by-one", "--out", predicted)
+    shell("simulate", plan_folder, "--out", measured)
     done = shell("compare", plan_folder)
     assert (done.code, done.err) == (0, "")
     assert "predicted" in done.out

@@ -116,6 +116,7 @@ def plans():
             step_ns=SIZE,
             peak_bytes=st.dictionaries(TIER, causes),
             time_ns=causes,
+            lane_ns=causes,
             disk_read_bytes=SIZE,
             disk_written_bytes=SIZE,
             scratch_bytes=SIZE,
@@ -124,6 +125,7 @@ def plans():
         scratch=st.none() | TEXT,
         drives=st.lists(DRIVES, max_size=2).map(tuple),
         stride=choices(st.integers(0, 9)),
+        prefetch=choices(st.integers(0, 9)),
     )
 
 

@@ -129,10 +129,11 @@ def make_predicted_plan():
                 "disk_read": 400_000_000,
                 "disk_write": 300_000_000,
             },
+            lane_ns={"compute": 3_804_000_000, "disk": 700_000_000},
             disk_read_bytes=1620 * MIB,
             disk_written_bytes=1620 * MIB,
             scratch_bytes=1640 * MIB,
-            bottleneck="compute: 79.8 % of the step",
+            bottleneck="compute: busy 88.2 % of the step",
         ),
     )
 

@@ -58,7 +58,7 @@ def test_a_plan_without_prediction_is_explained_too():
 def test_the_dict_says_the_same():
     as_dict = json.loads(json.dumps(explanation_as_dict(PLAN, RUN, ADVICE)))
     assert as_dict["peak_bytes"]["disk"] == {"parameters": 540 << 20, "optimizer": 1080 << 20}
-    assert as_dict["bottleneck"] == "compute: 79.8 % of the step"
+    assert as_dict["bottleneck"] == "compute: busy 88.2 % of the step"
     assert as_dict["run"]["steps"] == 1200
     assert len(as_dict["relief"]) == 7
     assert as_dict["clipping"] == ADVICE.clipping

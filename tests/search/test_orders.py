@@ -15,7 +15,7 @@ from packhorse.search.prediction import predict_plan
 from packhorse.search.search import find_plan
 from packhorse.search.space import UNLIMITED_BYTES
 from packhorse.simulator.costs import TaskCosts
-from packhorse.simulator.engine import simulate_program
+from packhorse.simulator.engine import simulate_run
 
 # Without the cache, which spares reads in either order.
 ON_DISK = {"parameters": "disk", "optimizer": "disk", "cache": "none"}
@@ -114,7 +114,7 @@ def test_a_step_in_layers_is_predicted_whole(total, optimizer) -> None:
     )
     prediction = predict_plan(plan, model, profile, make_machine())
     assert prediction == plan.prediction
-    assert prediction.step_ns == simulate_program(program, costs=costs).makespan_ns
+    assert prediction.step_ns == simulate_run(program, costs=costs).makespan_ns
     read = sum(
         program.buffers[task.buffer].size_bytes
         for task in program.tasks

@@ -8,7 +8,7 @@ from packhorse.compiler.lower import lower_plan
 from packhorse.search.prediction import predict_evaluation_ns
 from packhorse.search.relief import cost_of_clipping, find_relief
 from packhorse.simulator.costs import TaskCosts
-from packhorse.simulator.engine import simulate_program
+from packhorse.simulator.engine import simulate_run
 from tests.search.toy_search import SGD, make_candidates, make_machine, need, search, smallest_plan
 
 
@@ -86,6 +86,6 @@ def test_an_evaluation_is_predicted_to_the_nanosecond(count):
     costs = TaskCosts(
         machine=make_machine(), profile=profile, model=model, program=program, heap="keep"
     )
-    timeline = simulate_program(program, costs=costs)
+    timeline = simulate_run(program, costs=costs)
     predicted = predict_evaluation_ns(plan, model, profile, make_machine(), count)
     assert predicted == timeline.makespan_ns

@@ -87,7 +87,10 @@ def smallest_plan(candidates, machine, **options):
 
 
 def need(plan):
-    return sum(plan.prediction.peak_bytes["device"].values())
+    """The smallest device budget for a plan: what lanes hold ahead is what it has beyond that."""
+    causes = plan.prediction.peak_bytes["device"]
+    assert sum(causes.values()) <= plan.budget_bytes["device"]
+    return sum(size for cause, size in causes.items() if cause != "ahead")
 
 
 def away(plan):

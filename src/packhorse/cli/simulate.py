@@ -38,9 +38,9 @@ def simulate(
     ],
     machine: MachineName = None,
     model: ModelPath = None,
-    overlap: Annotated[
+    one_by_one: Annotated[
         bool,
-        typer.Option("--overlap", help="Every lane on a worker of its own, instead of one by one."),
+        typer.Option("--one-by-one", help="One task after another, instead of lanes that overlap."),
     ] = False,
     out: Annotated[
         Path | None,
@@ -68,7 +68,7 @@ def simulate(
     timeline = _simulate(
         subject,
         _find_machine(subject.beside, machine, screen),
-        overlap=overlap,
+        one_by_one=one_by_one,
         elsewhere=machine is not None,
     )
     capacity_bytes: dict[PoolId, int] = {
@@ -144,10 +144,11 @@ def _find_machine(beside: Path, name: str | None, screen: Screen) -> Machine:
     return choose_machine(MachineChoice(name=name), screen)
 
 
-def _simulate(subject: _Subject, machine: Machine, *, overlap: bool, elsewhere: bool) -> Timeline:
+def _simulate(
+    subject: _Subject, machine: Machine, *, one_by_one: bool, elsewhere: bool
+) -> Timeline:
     from packhorse.simulator.costs import TaskCosts
-    from packhorse.simulator.engine import OVERLAPPED, simulate_program
-    from packhorse.simulator.sharing import sharing_of
+    from packhorse.simulator.engine import simulate_program, simulate_run
 
     costs = TaskCosts(
         machine=machine,
@@ -156,10 +157,9 @@ def _simulate(subject: _Subject, machine: Machine, *, overlap: bool, elsewhere: 
         program=subject.program,
         heap=subject.heap,
     )
-    if not overlap:
+    if one_by_one:
         return simulate_program(subject.program, costs=costs)
-    shared = sharing_of(machine)
-    return simulate_program(subject.program, costs=costs, workers=OVERLAPPED, shared=shared)
+    return simulate_run(subject.program, costs=costs)
 
 
 def _find_profile(subject: _Subject, machine: Machine, *, elsewhere: bool) -> Profile:

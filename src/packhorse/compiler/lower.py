@@ -4,14 +4,14 @@ In: a plan, the model it was made for and what the program is for. Out: a `Progr
 the state in which it began (a load fills it, a save leaves it).
 
     chunks -> layout -> compute order -> norms and updates -> residency -> frees
-    -> cache -> pools
+    -> cache -> pools -> prefetch
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Final, assert_never
 
 from packhorse.compiler.buffers import (
     HEAP,
@@ -27,6 +27,7 @@ from packhorse.compiler.matching import check_lowering
 from packhorse.compiler.passes.cache import keep_in_valleys
 from packhorse.compiler.passes.frees import add_frees
 from packhorse.compiler.passes.order import order_evaluation, order_train_step
+from packhorse.compiler.passes.prefetch import hoist_copies
 from packhorse.compiler.passes.residency import add_residency
 from packhorse.compiler.passes.states import order_load, order_save
 from packhorse.compiler.passes.updates import add_updates, place_updates
@@ -37,6 +38,9 @@ from packhorse.plan.spec import Plan
 from packhorse.program.buffers import Buffer, BufferId, Layout
 from packhorse.program.program import Program, ProgramKind
 from packhorse.program.tasks import Task
+
+HOISTED: Final[tuple[ProgramKind, ...]] = ("train_step", "evaluate", "save")
+"""What brings states into the device for work; other kinds only carry them through."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +76,25 @@ def lower_plan(
     check_lowering(plan, model)
     layout = lay_out_chunks(plan, model)
     draft = _draft(plan, model, layout, kind, eval_microbatches)
+    pools = size_pools(
+        plan, _heap_bytes(plan, model, layout, kind, draft), slot_bytes(plan, layout)
+    )
     return Program(
         kind=kind,
         model=model.fingerprint,
         rank=0,
         num_microbatches=draft.num_microbatches,
-        pools=size_pools(
-            plan, _heap_bytes(plan, model, layout, kind, draft), slot_bytes(plan, layout)
-        ),
+        pools=pools,
         workspace_pool=heap_pool(plan),
         buffers=draft.buffers,
         layout=layout,
-        tasks=draft.tasks,
+        tasks=hoist_copies(
+            draft.tasks,
+            draft.buffers,
+            pools,
+            workspace_pool=heap_pool(plan),
+            depth=plan.prefetch.value if kind in HOISTED else 0,
+        ),
     )
 
 

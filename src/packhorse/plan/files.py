@@ -22,6 +22,7 @@ from packhorse.plan.spec import (
     DEPTH_FIRST,
     IN_DEVICE,
     NO_CACHE,
+    NO_PREFETCH,
     NO_STRIDE,
     NOT_DURABLE,
     ActivationChoice,
@@ -175,6 +176,7 @@ def _plan_to_json(plan: Plan) -> dict[str, object]:
         "stride": _choice(plan.stride),
         "durable": _choice(plan.durable),
         "cache": _choice(plan.cache),
+        "prefetch": _choice(plan.prefetch),
         "pins": list(plan.pins),
         "blocks": [
             {"name": block.name, "activations": _choice(block.activations)} for block in plan.blocks
@@ -205,6 +207,7 @@ def _prediction_to_json(prediction: Prediction) -> dict[str, object]:
         "bottleneck": prediction.bottleneck,
         "peak_bytes": {tier: dict(causes) for tier, causes in prediction.peak_bytes.items()},
         "time_ns": dict(prediction.time_ns),
+        "lane_ns": dict(prediction.lane_ns),
         "disk_read_bytes": prediction.disk_read_bytes,
         "disk_written_bytes": prediction.disk_written_bytes,
         "scratch_bytes": prediction.scratch_bytes,
@@ -245,6 +248,9 @@ def _read_plan(fields: Fields) -> Plan:
         stride=fields.choice_of_count("stride", least=0) if "stride" in fields else NO_STRIDE,
         durable=fields.choice_of_count_or_off("durable") if "durable" in fields else NOT_DURABLE,
         cache=fields.choice_of("cache", CACHES) if "cache" in fields else NO_CACHE,
+        prefetch=(
+            fields.choice_of_count("prefetch", least=0) if "prefetch" in fields else NO_PREFETCH
+        ),
     )
 
 
@@ -327,6 +333,7 @@ def _read_prediction(parent: Fields) -> Prediction:
         step_ns=fields.count("step_ns"),
         peak_bytes=peak_bytes,
         time_ns=fields.sizes("time_ns"),
+        lane_ns=fields.sizes("lane_ns") if "lane_ns" in fields else {},
         disk_read_bytes=fields.size("disk_read_bytes"),
         disk_written_bytes=fields.size("disk_written_bytes"),
         scratch_bytes=fields.size("scratch_bytes"),

@@ -14,6 +14,7 @@ In: the recipe's `plan:` mapping. Out: `Pins`. The keys are those of plan.json:
       boundaries: device | host | disk     where values wait between the blocks that use them
       durable: off | 20                    keep the state on the disk every 20 steps
       cache: none | valleys
+      prefetch: 4
       microbatch_rows: 4
       loss_chunk_tokens: 1024 | whole
       tied_sum | attention | compute_dtype | num_threads | num_workers
@@ -67,6 +68,7 @@ _OTHERS: Final = (
     "boundaries",
     "durable",
     "cache",
+    "prefetch",
 )
 
 
@@ -97,6 +99,7 @@ class Pins:
     compute_dtype: str | None = None
     num_threads: int | None = None
     num_workers: int | None = None
+    prefetch: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -198,6 +201,7 @@ def read_pins(content: Mapping[str, object]) -> Pins:
         compute_dtype=_read_word(flat, "compute_dtype", ("float32", "bfloat16", "float16")),
         num_threads=_read_count(flat, "num_threads"),
         num_workers=_read_workers(flat),
+        prefetch=_read_count(flat, "prefetch", least=0),
     )
 
 

@@ -47,6 +47,9 @@ NO_CACHE: Final[Choice[CacheMode]] = Choice(
 NO_STRIDE: Final[Choice[int]] = Choice(
     value=0, because="each chunk is updated in its own tier, where nothing else is said"
 )
+NO_PREFETCH: Final[Choice[int]] = Choice(
+    value=0, because="each copy is asked for at its use, where nothing else is said"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +127,17 @@ class Prediction:
 
     `peak_bytes` gives per tier the bytes of each cause at the moment of that tier's peak
     (parameters, gradients, optimizer, activations, logits, buffers, workspace, base);
-    `time_ns` gives the step time by cause (forward, backward, recompute, update, norm, disk_read,
-    disk_write), `step_ns` the whole. `kept_bytes_per_step` are written behind on top, spread over
-    the steps between.
+    `step_ns` is the time of the step. Lanes run beside each other, so what they do adds up to more
+    (or, where they wait, to less): `time_ns` gives by cause (forward, backward, recompute, update,
+    norm, disk_read, disk_write) how long something is busy with it, `lane_ns` the same by what is
+    busy (compute, update, disk, copy_in, copy_out). `kept_bytes_per_step` are written behind on
+    top, spread over the steps between.
     """
 
     step_ns: int
     peak_bytes: Mapping[TierName, Mapping[str, int]]
     time_ns: Mapping[str, int]
+    lane_ns: Mapping[str, int]
     disk_read_bytes: int
     disk_written_bytes: int
     scratch_bytes: int
@@ -155,6 +161,8 @@ class Plan:
     goes on from there; "off" keeps checkpoints alone. With `cache` "valleys" what would leave the
     device between two uses stays where memory has a valley: no task becomes fuller by that than the
     fullest.
+    `prefetch` is the number of compute tasks by which a copy into the device may come before its
+    use.
     """
 
     model: str
@@ -179,6 +187,7 @@ class Plan:
     stride: Choice[int] = NO_STRIDE
     durable: Choice[Durable] = NOT_DURABLE
     cache: Choice[CacheMode] = NO_CACHE
+    prefetch: Choice[int] = NO_PREFETCH
 
     @property
     def update_tiers(self) -> tuple[TierName, ...]:

@@ -58,6 +58,7 @@ def fold_choices(plan: Plan) -> tuple[ChoiceGroup, ...]:
         _single("cache", plan.cache.value, plan.cache.because),
         _single("order", plan.order.value.replace("_", " "), plan.order.because),
         _single("boundaries", plan.boundaries.value, plan.boundaries.because),
+        _single("prefetch", _say_prefetch(plan.prefetch.value), plan.prefetch.because),
         *_fold("activations", blocks, name_blocks),
         *_fold("parameters", {at: _pair(c.parameters) for at, c in chunks.items()}, name_chunks),
         *_fold("gradients", {at: _pair(c.gradients) for at, c in trained.items()}, name_chunks),
@@ -104,6 +105,12 @@ def say_durable(every: Durable) -> str:
 
 def _single(choice: str, value: str, because: str) -> ChoiceGroup:
     return ChoiceGroup(choice=choice, value=value, where="", because=because)
+
+
+def _say_prefetch(depth: int) -> str:
+    if not depth:
+        return "none"
+    return f"{depth} task{'s' if depth > 1 else ''} ahead"
 
 
 def _pair(choice: Choice[ActivationChoice] | Choice[TierName]) -> tuple[str, str]:

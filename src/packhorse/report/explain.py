@@ -95,6 +95,7 @@ def explanation_as_dict(
         if prediction
         else None,
         "time_ns": dict(prediction.time_ns) if prediction else None,
+        "lane_ns": dict(prediction.lane_ns) if prediction else None,
         "step_ns": prediction.step_ns if prediction else None,
         "bottleneck": prediction.bottleneck if prediction else None,
         "relief": list(advice.relief) if advice else None,
@@ -196,7 +197,10 @@ def _time_section(
     plan: Plan, prediction: Prediction, advice: Advice | None
 ) -> list[RenderableType]:
     spent = _largest_first(prediction.time_ns)
+    step_ns = prediction.step_ns or 1
     notes = [f"Bound by {words_for(prediction.bottleneck)}."]
+    if len(prediction.lane_ns) > 1:
+        notes.append(_say_lanes(prediction))
     if advice is None:
         notes.append(_NO_ADVICE)
     else:
@@ -204,10 +208,25 @@ def _time_section(
         notes.append(advice.clipping)
     return [
         _heading(f"Step, {_say_step(plan, prediction)}"),
-        _indent(_bars(spent, prediction.step_ns or 1, format_ns)),
+        _indent(_bars(spent, step_ns, format_ns)),
         Text(),
         _indent(_lines(notes)),
     ]
+
+
+def _say_lanes(prediction: Prediction) -> str:
+    # What works at the same time adds up to more than the step; what compute does not fill, it
+    # waits.
+    busy = [
+        f"{words_for(lane)} {format_ns(lane_ns)}"
+        for lane, lane_ns in _largest_first(prediction.lane_ns).items()
+    ]
+    words = f"At work beside each other in a step of {format_ns(prediction.step_ns)}: "
+    words += ", ".join(busy)
+    waiting_ns = prediction.step_ns - prediction.lane_ns.get("compute", 0)
+    if waiting_ns > 0:
+        words += f"; compute waits {format_ns(waiting_ns)}"
+    return words + "."
 
 
 def _choices_section(plan: Plan) -> list[RenderableType]:

@@ -1,8 +1,9 @@
 """What a state of the search really needs and takes: the plan is lowered, replayed and costed.
 
-In: a setting and the moves taken. Out: an `Evaluation`: bytes per tier and ns per step. The tasks
-run one after another, so the step is the sum of their durations, as in the simulator with all
-lanes on one worker.
+In: a setting, the moves taken and how far copies run ahead. Out: an `Evaluation`: bytes per tier
+and ns per step. The bytes are those of the tasks one after another, which is what has to fit. The
+time is that of the lanes beside each other within the budgets: what memory is left over lets them
+run ahead. What does not fit is timed as if there were room.
 
 Steps with many micro-batches are looked at with three: from the second one on they are all alike,
 so the middle one stands for the rest, in time and in memory. Where all go through a block before
@@ -21,12 +22,14 @@ from packhorse.compiler.peak import peak_of
 from packhorse.machine.spec import Machine, TierName
 from packhorse.plan.spec import Order, Plan
 from packhorse.program.program import Program, ProgramKind
-from packhorse.program.tasks import Feed, Task
-from packhorse.search.space import Problem, Setting, build_plan
+from packhorse.search.space import UNLIMITED_BYTES, Problem, Setting, build_plan
+from packhorse.search.timing import time_limited
 from packhorse.simulator.costs import TaskCosts
 
 MODEL_MICROBATCHES: Final = 3
 OTHER_KINDS: Final[tuple[ProgramKind, ...]] = ("evaluate", "load", "save")
+USUAL_DEPTH: Final = 4
+"""How far copies run ahead while moves are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class Evaluation:
 
     setting: Setting
     taken: tuple[bool, ...]
+    prefetch: int
     need_bytes: Mapping[TierName, int]
     step_ns: int
     num_tasks: int
@@ -49,6 +53,9 @@ class Evaluation:
         return self.need_bytes["device"]
 
 
+_Key = tuple[int, tuple[bool, ...], tuple[int, ...]]
+
+
 class Evaluator:
     """Evaluates states of one problem, remembers them, and counts the tasks it has lowered."""
 
@@ -58,30 +65,71 @@ class Evaluator:
             tier.name: tier.budget_bytes for tier in problem.machine.tiers
         }
         self.num_tasks = 0
-        self._known: dict[tuple[int, tuple[bool, ...]], Evaluation] = {}
-        self._needs: dict[tuple[int, tuple[bool, ...]], Mapping[TierName, int]] = {}
+        self._known: dict[_Key, Evaluation] = {}
+        self._needs: dict[_Key, Mapping[TierName, int]] = {}
         self._starts: dict[int, Program] = {}
+        # The program of the last state: it is often looked at again, at other depths.
+        self._last: tuple[_Key, Plan, Program] | None = None
         # Keeps the settings alive whose ids are keys.
         self._settings: list[Setting] = []
 
-    def evaluate(self, setting: Setting, taken: Sequence[bool]) -> Evaluation:
-        """Lower, replay and cost the training step of a state."""
-        key = (id(setting), tuple(taken))
+    def evaluate(
+        self, setting: Setting, taken: Sequence[bool], depths: Sequence[int] | None = None
+    ) -> Evaluation:
+        """Lower, replay and time the training step of a state.
+
+        Args:
+            setting: the setting of the state.
+            taken: one flag per move.
+            depths: how far copies may run ahead: the fastest is taken, the least of equals; None
+                takes what is pinned, or else the usual.
+        """
+        pinned = self.problem.pins.prefetch
+        if pinned is not None:
+            depths = (pinned,)
+        elif depths is None:
+            depths = (USUAL_DEPTH,)
+        key = (id(setting), tuple(taken), tuple(depths))
         if key not in self._known:
+            self._known[key] = self._evaluate(setting, tuple(taken), depths)
+        return self._known[key]
+
+    def _evaluate(
+        self, setting: Setting, taken: tuple[bool, ...], depths: Sequence[int]
+    ) -> Evaluation:
+        plan, program = self._lower(setting, taken)
+        need_bytes = need_of(plan, program)
+        fits = all(need <= self.budget_bytes.get(tier, 0) for tier, need in need_bytes.items())
+        times_ns = time_limited(
+            program,
+            plan,
+            self.budget_bytes if fits else dict.fromkeys(need_bytes, UNLIMITED_BYTES),
+            costs=costs_of(self.problem, setting, program),
+            machine=self.problem.machine,
+            num_microbatches=setting.num_microbatches,
+            depths=depths,
+        )
+        step_ns, depth = min(zip(times_ns, depths, strict=True))
+        return Evaluation(
+            setting=setting,
+            taken=taken,
+            prefetch=depth,
+            need_bytes=need_bytes,
+            step_ns=step_ns,
+            num_tasks=len(program.tasks),
+        )
+
+    def _lower(self, setting: Setting, taken: tuple[bool, ...]) -> tuple[Plan, Program]:
+        key = (id(setting), taken, ())
+        if self._last is None or self._last[0] != key:
             plan = short_plan(self.problem, setting, taken)
             program = lower_plan(plan, setting.model, "train_step")
             self.num_tasks += len(program.tasks)
             self._settings.append(setting)
             if not any(taken):
                 self._starts[id(setting)] = program
-            self._known[key] = Evaluation(
-                setting=setting,
-                taken=tuple(taken),
-                need_bytes=need_of(plan, program),
-                step_ns=step_ns_of(program, costs_of(self.problem, setting, program), setting),
-                num_tasks=len(program.tasks),
-            )
-        return self._known[key]
+            self._last = (key, plan, program)
+        return self._last[1:]
 
     def start_program(self, setting: Setting) -> Program:
         """The training step of the state in which no move is taken."""
@@ -91,7 +139,7 @@ class Evaluator:
     def needs_of_all(self, evaluation: Evaluation) -> Mapping[TierName, int]:
         """The needs over all programs of the state: step, evaluation, load and save."""
         setting = evaluation.setting
-        key = (id(setting), evaluation.taken)
+        key = (id(setting), evaluation.taken, ())
         if key not in self._needs:
             plan = short_plan(self.problem, setting, evaluation.taken)
             needs = dict(evaluation.need_bytes)
@@ -160,26 +208,3 @@ def need_of(plan: Plan, program: Program) -> dict[TierName, int]:
         else:
             needs["device"] = needs.get("device", plan.base_bytes) + used
     return needs
-
-
-def step_ns_of(program: Program, costs: TaskCosts, setting: Setting) -> int:
-    """Add the durations of a shortened step up to the whole one."""
-    durations = [costs.duration_ns(task) for task in program.tasks]
-    weights = weights_of(program.tasks, setting.num_microbatches)
-    return sum(duration * weight for duration, weight in zip(durations, weights, strict=True))
-
-
-def weights_of(tasks: Sequence[Task], num_microbatches: int) -> list[int]:
-    """How many times each task of a shortened step stands for one of the whole step.
-
-    The tasks from the second micro-batch's Feed to the third's stand for all micro-batches but
-    the first and the last; in a step that is not shortened each stands for itself.
-    """
-    weights: list[int] = []
-    more = num_microbatches - sum(isinstance(task, Feed) for task in tasks)
-    weight = 1
-    for task in tasks:
-        if isinstance(task, Feed):
-            weight = 1 + more if task.microbatch == 1 else 1
-        weights.append(weight)
-    return weights

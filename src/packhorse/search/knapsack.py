@@ -2,16 +2,20 @@
 
 In: a sketch and budgets. Out: the cheapest moves under which the sketch fits, or None.
 
-    minimise    time + sum of cost[j] * x[j]
-    such that   peak[p] + sum of saved[p][i][j] * x[j]  >=  used[p][i]     every pool p, task i
+    minimise    (1 - e) * sum of time[f]  +  e * (work + sum of cost[j] * x[j])
+    such that   time[f]  >=  load[f][i] + sum of loads[f][i][j] * x[j]     every phase f, lane i
+                peak[p] + sum of saved[p][i][j] * x[j]  >=  used[p][i]     every pool p, task i
                 sum of weight[p] * peak[p]              <=  device budget
                 sum of away[t][j] * x[j]                <=  budget of tier t
                 at most one tier for a state of a chunk
                 x[j] in {0, 1}
 
-Rows are added one by one, each where the last answer has its peak, so that a handful is enough and
-moves of equal blocks stay interchangeable for the solver. The limits
-on the solver are counts, never seconds: the same input gives the same plan everywhere.
+A phase takes as long as its busiest lane, and a small share `e` of all work is seen in the step
+whatever hides it: of two answers that look alike, the one that moves less is better.
+
+Rows of peaks are added a few at a time, where the last answer is fullest, so that a handful is
+enough and moves of equal blocks stay interchangeable for the solver. The limits on the solver are
+counts, never seconds: the same input gives the same plan everywhere.
 """
 
 from __future__ import annotations
@@ -25,14 +29,17 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.machine.spec import TierName
-from packhorse.search.sketch import Floats, Sketch
+from packhorse.search.loads import NUM_PHASES, Floats
+from packhorse.search.sketch import EXPOSED_SHARE, Sketch
 
 # Bytes and ns are scaled so that the largest is this: the solver's tolerances are absolute.
 SCALE: Final = 1e4
 MAX_NODES: Final = 300
-ROUGH_GAP: Final = 1e-3
-FINE_GAP: Final = 1e-5
+ROUGH_GAP: Final = 5e-3
+FINE_GAP: Final = 5e-3
 MAX_ROUNDS: Final = 40
+NUM_PARTS: Final = 12
+NEARLY_FULL: Final = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +79,29 @@ def choose_moves(
     if floors @ np.asarray(sketch.weights) > limit:
         return None
     others = _other_rows(sketch, limit, away_bytes)
-    rows = {(pool, int(sketch.used_bytes[pool].argmax())) for pool in range(len(floors))}
+    rows = _find_peaks(sketch.used_bytes)
     for _ in range(MAX_ROUNDS):
         taken = _solve(sketch, sorted(rows), others, floors, goal, rel_gap)
         if taken is None:
             return None
         used = sketch.used_bytes - sketch.saved_bytes @ np.asarray(taken, dtype=np.float64)
-        peaks = {(pool, int(used[pool].argmax())) for pool in range(len(floors))}
+        peaks = _find_peaks(used)
         if peaks <= rows or (goal == "time" and sketch.need_bytes(taken) <= device_bytes):
             return taken
         rows |= peaks
     return None
+
+
+def _find_peaks(used_bytes: Floats) -> set[tuple[int, int]]:
+    # Of each pool the fullest moment, and those of other parts of the step that are nearly as full.
+    found: set[tuple[int, int]] = set()
+    for pool, used in enumerate(used_bytes):
+        least = used.max() * NEARLY_FULL
+        for part in np.array_split(np.arange(len(used)), min(NUM_PARTS, len(used))):
+            place = int(part[used[part].argmax()])
+            if used[place] >= least:
+                found.add((pool, place))
+    return found
 
 
 def _peak_floors(sketch: Sketch) -> Floats:
@@ -93,13 +112,13 @@ def _peak_floors(sketch: Sketch) -> Floats:
 
 def _other_rows(sketch: Sketch, limit: float, away_bytes: Mapping[TierName, int]) -> _Rows:
     moves = sketch.setting.moves
-    num_columns = len(moves) + len(sketch.weights)
+    num_columns = len(moves) + len(sketch.weights) + NUM_PHASES
     rows: list[Floats] = []
     upper: list[float] = []
     in_bytes: list[bool] = []
     if limit < inf:
         row = np.zeros(num_columns)
-        row[len(moves) :] = sketch.weights
+        row[len(moves) : len(moves) + len(sketch.weights)] = sketch.weights
         rows.append(row)
         upper.append(limit)
         in_bytes.append(True)
@@ -145,20 +164,30 @@ def _solve(
     num_moves, num_pools = len(sketch.setting.moves), len(floors)
     unit_bytes = max(float(sketch.used_bytes.max()), 1.0) / SCALE
     unit_ns = max(float(sketch.step_ns), 1.0) / SCALE
-    rows = _scaled_rows(sketch, peaks, others, unit_bytes)
+    rows = _scaled_rows(sketch, peaks, others, unit_bytes, unit_ns)
     num_rows, num_columns = rows.matrix.shape
     program = highspy.HighsLp()
     program.num_col_ = num_columns
     program.num_row_ = num_rows
     if goal == "time":
-        program.col_cost_ = np.concatenate([sketch.cost_ns / unit_ns, np.zeros(num_pools)])
-        program.offset_ = sketch.step_ns / unit_ns
+        program.col_cost_ = np.concatenate(
+            [
+                sketch.cost_ns * (EXPOSED_SHARE / unit_ns),
+                np.zeros(num_pools),
+                np.full(NUM_PHASES, 1 - EXPOSED_SHARE),
+            ]
+        )
+        program.offset_ = sketch.step_ns * (EXPOSED_SHARE / unit_ns)
     else:
         # Among the smallest the cheapest: all time together counts for a hundred bytes or so.
         cheap = sketch.cost_ns / max(float(np.abs(sketch.cost_ns).sum()), 1.0) * 1e-3
-        program.col_cost_ = np.concatenate([cheap, np.asarray(sketch.weights)])
-    program.col_lower_ = np.concatenate([np.zeros(num_moves), floors / unit_bytes])
-    program.col_upper_ = np.concatenate([np.ones(num_moves), np.full(num_pools, inf)])
+        program.col_cost_ = np.concatenate(
+            [cheap, np.asarray(sketch.weights), np.zeros(NUM_PHASES)]
+        )
+    program.col_lower_ = np.concatenate(
+        [np.zeros(num_moves), floors / unit_bytes, np.zeros(NUM_PHASES)]
+    )
+    program.col_upper_ = np.concatenate([np.ones(num_moves), np.full(num_pools + NUM_PHASES, inf)])
     program.row_lower_ = rows.lower
     program.row_upper_ = rows.upper
     program.integrality_ = [
@@ -187,23 +216,32 @@ def _solve(
 
 
 def _scaled_rows(
-    sketch: Sketch, peaks: Sequence[tuple[int, int]], others: _Rows, unit_bytes: float
+    sketch: Sketch,
+    peaks: Sequence[tuple[int, int]],
+    others: _Rows,
+    unit_bytes: float,
+    unit_ns: float,
 ) -> _Rows:
-    # Columns: a flag per move, then the peak of each pool in units.
+    # Columns: a flag per move, then the peak of each pool and the time of each phase in units.
     num_moves, num_pools = len(sketch.setting.moves), len(sketch.weights)
-    matrix = np.zeros((len(peaks), num_moves + num_pools))
+    num_columns = num_moves + num_pools + NUM_PHASES
+    matrix = np.zeros((len(peaks), num_columns))
     lower = np.zeros(len(peaks))
     for row, (pool, task) in enumerate(peaks):
         matrix[row, :num_moves] = sketch.saved_bytes[pool, task] / unit_bytes
         matrix[row, num_moves + pool] = 1.0
         lower[row] = sketch.used_bytes[pool, task] / unit_bytes
+    used = (sketch.load_start_ns != 0) | (sketch.load_ns != 0).any(axis=1)
+    times = np.zeros((int(used.sum()), num_columns))
+    times[:, :num_moves] = -sketch.load_ns[used] / unit_ns
+    times[np.arange(len(times)), num_moves + num_pools + sketch.phases[used]] = 1.0
     scale = np.where(others.in_bytes, unit_bytes, 1.0)
     scaled = others.matrix / scale[:, None]
     # The peaks' own coefficients are weights, whatever the unit.
     scaled[:, num_moves:] = others.matrix[:, num_moves:]
     return _Rows(
-        matrix=np.vstack([matrix, scaled]),
-        lower=np.concatenate([lower, others.lower / scale]),
-        upper=np.concatenate([np.full(len(peaks), inf), others.upper / scale]),
-        in_bytes=np.concatenate([np.ones(len(peaks), dtype=np.bool_), others.in_bytes]),
+        matrix=np.vstack([matrix, times, scaled]),
+        lower=np.concatenate([lower, sketch.load_start_ns[used] / unit_ns, others.lower / scale]),
+        upper=np.concatenate([np.full(len(peaks) + len(times), inf), others.upper / scale]),
+        in_bytes=np.concatenate([np.ones(len(peaks) + len(times), np.bool_), others.in_bytes]),
     )

@@ -44,6 +44,8 @@ class Reasons:
                 if "boundaries" in self.problem.pins.names:
                     return "pinned"
                 return self._boundaries(value)
+            case "prefetch":
+                return "pinned" if "prefetch" in self.problem.pins.names else self._prefetch()
             case "heap":
                 return "pinned" if "heap" in self.problem.pins.names else self._heap(value)
             case "recompute":
@@ -63,6 +65,14 @@ class Reasons:
                 return f"logits exist whole: the fastest that fits, {step} a step"
             return f"logits are made in parts, to fit: {step} a step"
         return f"{len(setting.chunks)} chunks, the longest {self._longest()}"
+
+    def _prefetch(self) -> str:
+        step = format_ns(self.evaluation.step_ns)
+        if not lies_away(self.evaluation):
+            return "nothing is brought into the device"
+        if not self.evaluation.prefetch:
+            return f"lanes run ahead by themselves as far as memory allows: {step} a step"
+        return f"reads come before the compute tasks that would hold them up: {step} a step"
 
     def _longest(self) -> str:
         sizes = [
@@ -154,7 +164,7 @@ class Reasons:
         saved = float(np.maximum(self.sketch.saved_bytes[:, :, column], 0).max())
         share = cost_ns / max(self.evaluation.step_ns, 1)
         part = format_percent(share) if share >= LEAST_SHARE else "under 0.1 %"
-        price = f"{format_ns(cost_ns)} a step ({part})"
+        price = f"{format_ns(cost_ns)} of work a step ({part})"
         if self.evaluation.taken[column]:
             return (
                 f"{doing} frees {format_bytes(saved)} and costs {price}; "

@@ -5,9 +5,11 @@ choice and a prediction from its own program, or an error with the smallest budg
 
     for every setting (micro-batch x heap mode x chunk length): time of its fastest start
     for every setting, long chunks first, quickest start first, while it is quicker than the best:
-        sketch it; choose moves by the knapsack; lower, replay and cost that state
+        sketch it; choose moves by the knapsack; lower, replay and time that state
         while it does not fit after all: choose again with a smaller budget
-    improve the best by single exchanges of moves, each lowered and replayed
+    for the quickest few: choose again exactly, also with room left for lanes to run ahead
+    improve the best by single exchanges of moves, each lowered, replayed and timed
+    choose how far copies run ahead
     where something lies away from the device: all of this again, for settings like the best one,
     with micro-batches in layers, with values between blocks away, and with both
     check all programs of the plan (step, evaluation, load, save) by the verifier
@@ -24,7 +26,7 @@ from typing import Final
 from packhorse.machine.spec import Machine
 from packhorse.plan.pins import Pins
 from packhorse.plan.spec import OptimizerPlan, Plan
-from packhorse.search.evaluation import Evaluation, Evaluator, lies_away
+from packhorse.search.evaluation import USUAL_DEPTH, Evaluation, Evaluator, lies_away
 from packhorse.search.knapsack import FINE_GAP, ROUGH_GAP, choose_moves
 from packhorse.search.settings import list_settings, list_variants
 from packhorse.search.sketch import Sketch, Sketches
@@ -33,9 +35,20 @@ from packhorse.search.space import Arithmetic, Candidate, Problem, Setting
 from packhorse.search.writing import write_plan
 
 MAX_TIGHTENINGS: Final = 6
-MAX_EXCHANGES: Final = 24
-EXCHANGED_TASKS: Final = 40_000
+MAX_EXCHANGES: Final = 8
+EXCHANGED_TASKS: Final = 20_000
 NEAR: Final = 1.25
+# What is found roughly has the usual depth and the usual room: so far off it may be.
+CLOSE: Final = 0.03
+CLOSE_LOOKS: Final = 2
+# Room that is left free, in transfers of the usual largest size.
+ROUGH_TRANSFERS: Final = 2
+FREE_TRANSFERS: Final = (0, 1, 4)
+DEPTHS: Final = (0, 1, 2, 4, 8, 16)
+EXCHANGE_DEPTHS: Final = (1, 2, USUAL_DEPTH)
+FEW_MOVES: Final = 12
+# A sketch knows of no work that goes on into the next phase: by so much it may be too slow.
+BLIND: Final = 1.1
 
 
 def find_plan(
@@ -128,15 +141,22 @@ def _find_best(
         if s.chunk_bytes < longest[id(s.candidate)] and (id(s.candidate), s.heap) not in slow
     ]
     found += _look_roughly(evaluator, sketches, short, quickest_ns)
-    # A closer look at the quickest: whatever is within the rough gap of the best may be better.
+    # A closer look at the quickest: what is nearly as quick may turn out to be better.
     best: Evaluation | None = None
-    for rough, start in sorted(found, key=lambda pair: pair[0].step_ns):
-        if best is not None and rough.step_ns > best.step_ns * (1 + 2 * ROUGH_GAP):
+    quickest = sorted(found, key=lambda pair: pair[0].step_ns)
+    for looked, (rough, start) in enumerate(quickest):
+        if best is not None and (
+            looked >= CLOSE_LOOKS or rough.step_ns > best.step_ns * (1 + CLOSE)
+        ):
             break
         close = _look_closely(evaluator, sketches, rough, start)
         if close is not None and (best is None or close.step_ns < best.step_ns):
             best = close
-    return best
+    if best is None:
+        return None
+    if any(best.taken):
+        best = _exchange(evaluator, sketches.of(best.setting), best)
+    return evaluator.evaluate(best.setting, best.taken, DEPTHS)
 
 
 def _look_roughly(
@@ -154,11 +174,18 @@ def _look_roughly(
             break
         rough: Evaluation | None = start
         if not start.fits(evaluator.budget_bytes):
-            rough = _choose(evaluator, sketches.of(start.setting), ROUGH_GAP)
+            rough = _choose_roughly(evaluator, sketches.of(start.setting))
         if rough is not None:
             found.append((rough, start))
             quickest_ns = min(quickest_ns or rough.step_ns, rough.step_ns)
     return found
+
+
+def _choose_roughly(evaluator: Evaluator, sketch: Sketch) -> Evaluation | None:
+    # Without any room beside what must be there, lanes cannot run ahead, so some is left at first.
+    room = ROUGH_TRANSFERS * _largest_transfer(sketch)
+    found = _choose(evaluator, sketch, ROUGH_GAP, free_bytes=room) if room else None
+    return found or _choose(evaluator, sketch, ROUGH_GAP)
 
 
 def _look_closely(
@@ -167,11 +194,24 @@ def _look_closely(
     if rough is start and _fits_all(evaluator, start):
         return start
     sketch = sketches.of(rough.setting)
-    options = [rough, _choose(evaluator, sketch, FINE_GAP, check=_fits_all)]
+    largest = _largest_transfer(sketch)
+    options = [
+        rough,
+        *(
+            _choose(evaluator, sketch, FINE_GAP, check=_fits_all, free_bytes=count * largest)
+            for count in FREE_TRANSFERS
+            if largest or not count
+        ),
+    ]
     fitting = [e for e in options if e is not None and _fits_all(evaluator, e)]
-    if not fitting:
-        return None
-    return _exchange(evaluator, sketch, min(fitting, key=lambda e: e.step_ns))
+    return min(fitting, key=lambda e: e.step_ns, default=None)
+
+
+def _largest_transfer(sketch: Sketch) -> int:
+    # A parameter that is longer than a chunk should be is alone of its size: it says little.
+    moved = [c for c, move in enumerate(sketch.setting.moves) if move.kind != "recompute"]
+    largest = int(sketch.saved_bytes[:, :, moved].max()) if moved else 0
+    return min(largest, sketch.setting.chunk_bytes)
 
 
 def _fits_step(evaluator: Evaluator, evaluation: Evaluation) -> bool:
@@ -190,9 +230,10 @@ def _choose(
     sketch: Sketch,
     rel_gap: float,
     check: Callable[[Evaluator, Evaluation], bool] = _fits_step,
+    free_bytes: int = 0,
 ) -> Evaluation | None:
     budgets = evaluator.budget_bytes
-    target = budgets["device"]
+    target = budgets["device"] - free_bytes
     for _ in range(MAX_TIGHTENINGS):
         taken = choose_moves(sketch, device_bytes=target, away_bytes=budgets, rel_gap=rel_gap)
         if taken is None:
@@ -219,7 +260,7 @@ def _exchange(evaluator: Evaluator, sketch: Sketch, best: Evaluation) -> Evaluat
             if tried >= MAX_EXCHANGES and evaluator.num_tasks - start_tasks > EXCHANGED_TASKS:
                 return best
             tried += 1
-            found = evaluator.evaluate(sketch.setting, taken)
+            found = evaluator.evaluate(sketch.setting, taken, EXCHANGE_DEPTHS)
             if found.step_ns < best.step_ns and _fits_all(evaluator, found):
                 best, improved = found, True
                 break
@@ -235,6 +276,8 @@ def _neighbours(evaluator: Evaluator, sketch: Sketch, best: Evaluation) -> list[
         looks = (best.taken[column], move.kind, move.tier, sketch.cost_ns[column], saved.max())
         groups.setdefault(looks, []).append(column)
     columns = [column for group in groups.values() for column in {group[0], group[-1]}]
+    if len(sketch.setting.moves) <= FEW_MOVES:
+        columns = list(range(len(sketch.setting.moves)))
     taken = [column for column in columns if best.taken[column]]
     free = [column for column in columns if not best.taken[column]]
     changes = [(c,) for c in columns] + [(off, on) for off in taken for on in free]
@@ -244,13 +287,12 @@ def _neighbours(evaluator: Evaluator, sketch: Sketch, best: Evaluation) -> list[
         flags = list(best.taken)
         for column in change:
             flags[column] = not flags[column]
-        time_ns = sketch.time_ns(flags)
         if (
-            time_ns < best.step_ns
+            sketch.least_ns(flags) < best.step_ns * BLIND
             and sketch.need_bytes(flags) <= budget
             and _is_whole(sketch, flags)
         ):
-            found.append((time_ns, tuple(flags)))
+            found.append((sketch.time_ns(flags), tuple(flags)))
     return [flags for _, flags in sorted(found)]
 
 

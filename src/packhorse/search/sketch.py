@@ -12,6 +12,11 @@ Both programs run the same computing tasks, so they are compared task by task:
     copies and frees of a buffer            are the cost of its move
     a Recompute                             costs its time, and its workspace while it runs
 
+Lanes work beside each other, but not over the whole step: what is moved for updates after the
+global norm cannot hide behind a forward. So times are kept by *load*: a lane (compute, reads of the
+disk, ...) in a phase of the step (see `loads`). A phase takes at least as long as its busiest lane,
+and nearly that where memory is left to run ahead.
+
 It is exact where moves do not act on each other; the search confirms its choice by lowering it.
 """
 
@@ -28,6 +33,7 @@ import numpy.typing as npt
 from packhorse.compiler.lower import lower_plan
 from packhorse.machine.spec import TierName
 from packhorse.program.buffers import BufferId, PoolId
+from packhorse.program.lanes import assign_lanes
 from packhorse.program.program import Program
 from packhorse.program.tasks import (
     Backward,
@@ -35,14 +41,29 @@ from packhorse.program.tasks import (
     Emit,
     Forward,
     Free,
+    GradNorm,
     Recompute,
+    Task,
     workspace_of,
     writes_of,
 )
-from packhorse.search.evaluation import Evaluator, costs_of, need_of, short_plan, weights_of
+from packhorse.search.evaluation import Evaluator, costs_of, need_of, short_plan
+from packhorse.search.loads import (
+    BACKWARD,
+    FORWARD,
+    NUM_LOADS,
+    NUM_PHASES,
+    UPDATE,
+    Floats,
+    limits_on,
+    load_of,
+)
 from packhorse.search.space import Problem, Setting, find_away_tiers
+from packhorse.search.timing import weights_of
 
-Floats = npt.NDArray[np.float64]
+EXPOSED_SHARE: Final = 0.1
+"""Of the work beyond the busiest lane's, what the sketch takes to be seen in the step all the same:
+of two states that look alike, the one that moves less is better."""
 _KINDS: Final = {"param": "parameters", "grad": "gradients"}
 
 
@@ -52,7 +73,10 @@ class Sketch:
 
     `used_bytes` has a row per device pool and a column per computing task; `saved_bytes` has the
     moves as its third axis. A pool with slack weighs more than its bytes (`weights`).
-    `away_bytes` gives for each other tier what each move puts there.
+    `away_bytes` gives for each other tier what each move puts there. `cost_ns` is the work that
+    each move makes, whatever is busy with it; `step_ns` is that of the start. `load_ns` has the
+    moves in columns and a row for every limit on the phases of a step, with the start in
+    `load_start_ns` and the phase in `phases`: no phase is shorter than any of its rows.
     """
 
     setting: Setting
@@ -64,6 +88,9 @@ class Sketch:
     away_bytes: Mapping[TierName, Floats]
     step_ns: int
     cost_ns: Floats
+    phases: npt.NDArray[np.int64]
+    load_start_ns: Floats
+    load_ns: Floats
 
     def need_bytes(self, taken: Sequence[bool]) -> int:
         """The device budget that a state needs."""
@@ -71,9 +98,19 @@ class Sketch:
         peaks = (self.used_bytes - self.saved_bytes @ flags).max(axis=1)
         return self.base_bytes + ceil(float(peaks @ np.asarray(self.weights)))
 
-    def time_ns(self, taken: Sequence[bool]) -> int:
-        """How long a step of a state takes."""
+    def work_ns(self, taken: Sequence[bool]) -> int:
+        """How long a step of a state would take one task after another."""
         return self.step_ns + round(float(self.cost_ns @ np.asarray(taken, dtype=np.float64)))
+
+    def least_ns(self, taken: Sequence[bool]) -> int:
+        """How long a step of a state takes if all lanes run beside each other all the time."""
+        loads = self.load_start_ns + self.load_ns @ np.asarray(taken, dtype=np.float64)
+        return round(sum(float(loads[self.phases == phase].max()) for phase in range(NUM_PHASES)))
+
+    def time_ns(self, taken: Sequence[bool]) -> int:
+        """How long a step of a state takes, nearly: a small part of the work is never hidden."""
+        least_ns, work_ns = self.least_ns(taken), self.work_ns(taken)
+        return round(least_ns + EXPOSED_SHARE * (work_ns - least_ns))
 
 
 class Sketches:
@@ -99,7 +136,8 @@ class _Trace:
     present: Mapping[BufferId, npt.NDArray[np.bool_]]
     workspace: Floats
     task_ns: Mapping[tuple[str, int], int]
-    copy_ns: Mapping[BufferId, int]
+    copy_ns: Mapping[BufferId, Floats]
+    busy_ns: Floats
     step_ns: int
     forward_at: Mapping[int, tuple[int, ...]]
     recompute_at: Mapping[int, tuple[int, ...]]
@@ -124,7 +162,7 @@ def make_sketch(evaluator: Evaluator, setting: Setting) -> Sketch:
     heap = pools.index(start.program.workspace_pool)
     used[heap] += start.workspace
     saved = np.zeros((len(pools), num_tasks, len(setting.moves)))
-    cost = np.zeros(len(setting.moves))
+    work = np.zeros((NUM_LOADS, len(setting.moves)))
     away: dict[TierName, Floats] = {
         tier: np.zeros(len(setting.moves)) for tier in ends if tier != "device"
     }
@@ -133,15 +171,16 @@ def make_sketch(evaluator: Evaluator, setting: Setting) -> Sketch:
         if move.kind == "recompute":
             end = next(iter(ends.values()))
             saved[:, :, column] = _recompute_saving(start, end, move.index, setting, pools)
-            cost[column] = _recompute_ns(start, end, move.index)
+            work[load_of("compute", BACKWARD), column] = _recompute_ns(start, end, move.index)
             continue
         end = ends[move.tier]
         for buffer in by_move.get((move.kind, move.index), ()):
             size = _size(start, buffer)
             gone = start.present[buffer] & ~end.present.get(buffer, np.zeros(num_tasks, bool))
             saved[_pool_index(start.program, buffer, pools), :, column] += gone * size
-            cost[column] += end.copy_ns.get(buffer, 0) - start.copy_ns.get(buffer, 0)
+            work[:, column] += end.copy_ns.get(buffer, 0) - start.copy_ns.get(buffer, 0)
             away[move.tier][column] += size
+    limits = limits_on(problem.machine)
     plan = short_plan(problem, setting, start_taken)
     needs = need_of(plan, start.program)
     away_start: dict[TierName, int] = {tier: needs.get(tier, 0) for tier in away}
@@ -157,7 +196,10 @@ def make_sketch(evaluator: Evaluator, setting: Setting) -> Sketch:
         away_start_bytes=away_start,
         away_bytes=away,
         step_ns=start.step_ns,
-        cost_ns=cost,
+        cost_ns=work.sum(axis=0),
+        phases=np.arange(len(limits)) % NUM_PHASES,
+        load_start_ns=limits @ start.busy_ns,
+        load_ns=limits @ work,
     )
 
 
@@ -177,16 +219,25 @@ def _trace(problem: Problem, setting: Setting, program: Program, slots: frozense
     spans: dict[BufferId, list[tuple[int, int]]] = {}
     workspace: list[float] = []
     task_ns: dict[tuple[str, int], int] = {}
-    copy_ns: dict[BufferId, int] = {}
+    copy_ns: dict[BufferId, Floats] = {}
+    busy = np.zeros(NUM_LOADS)
+    phase = FORWARD
     at: dict[str, dict[int, list[int]]] = {"forward": {}, "recompute": {}, "backward": {}}
     step_ns = 0
     recomputed = False
-    for task, weight in zip(program.tasks, weights, strict=True):
+    lanes = assign_lanes(program.tasks)
+    for task, lane, weight in zip(program.tasks, lanes, weights, strict=True):
         duration = costs.duration_ns(task) * weight
         step_ns += duration
+        if phase != UPDATE:
+            phase = _phase_of(task, phase)
+        load = load_of(lane, phase)
+        busy[load] += duration
         match task:
             case Copy() | Free():
-                copy_ns[task.buffer] = copy_ns.get(task.buffer, 0) + duration
+                if task.buffer not in copy_ns:
+                    copy_ns[task.buffer] = np.zeros(NUM_LOADS)
+                copy_ns[task.buffer][load] += duration
             case Forward() | Recompute() | Backward():
                 if isinstance(task, Backward) and task.block in slots and not recomputed:
                     workspace.append(0.0)
@@ -194,6 +245,8 @@ def _trace(problem: Problem, setting: Setting, program: Program, slots: frozense
                 at[name].setdefault(task.block, []).append(len(workspace))
                 key = (name, task.block)
                 task_ns[key] = task_ns.get(key, 0) + duration
+            case GradNorm():
+                phase = UPDATE
             case _:
                 pass
         column = len(workspace)
@@ -220,11 +273,22 @@ def _trace(problem: Problem, setting: Setting, program: Program, slots: frozense
         workspace=np.asarray(workspace),
         task_ns=task_ns,
         copy_ns=copy_ns,
+        busy_ns=busy,
         step_ns=step_ns,
         forward_at=_frozen(at["forward"]),
         recompute_at=_frozen(at["recompute"]),
         backward_at=_frozen(at["backward"]),
     )
+
+
+def _phase_of(task: Task, phase: int) -> int:
+    match task:
+        case Forward():
+            return FORWARD
+        case Recompute() | Backward():
+            return BACKWARD
+        case _:
+            return phase
 
 
 def _recompute_saving(

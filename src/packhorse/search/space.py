@@ -189,6 +189,7 @@ def build_plan(
     taken: Sequence[bool],
     *,
     num_microbatches: int | None = None,
+    prefetch: int = 0,
     budget_bytes: Mapping[TierName, int] | None = None,
     reason: Reason = lambda kind, index, value: "",  # noqa: ARG005 the signature is `Reason`'s
 ) -> Plan:
@@ -199,6 +200,7 @@ def build_plan(
         setting: the setting of the state.
         taken: one flag per move.
         num_microbatches: a smaller number than the setting's, to look at a shorter step.
+        prefetch: how many compute tasks a copy may come before its use.
         budget_bytes: the budget to write into the plan; unlimited if absent.
         reason: gives the words of each choice.
     """
@@ -275,6 +277,7 @@ def build_plan(
             value=setting.boundaries, because=reason("boundaries", 0, setting.boundaries)
         ),
         stride=NO_STRIDE if stride is None else Choice(value=stride, because="pinned"),
+        prefetch=Choice(value=prefetch, because=reason("prefetch", 0, str(prefetch))),
     )
     return plan if budget_bytes is None else replace(plan, budget_bytes=dict(budget_bytes))
 

@@ -46,6 +46,7 @@ def write_plan(
         problem,
         setting,
         evaluation.taken,
+        prefetch=evaluation.prefetch,
         budget_bytes=budget_bytes,
         reason=reasons.of,
     )

@@ -21,11 +21,13 @@ the ledger is the replay's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil
 from typing import Final
 
 from packhorse.errors import RuleError
+from packhorse.machine.spec import Machine
 from packhorse.program.buffers import BufferId, PoolId, TierName
 from packhorse.program.lanes import assign_lanes, has_transfers
 from packhorse.program.program import Program
@@ -48,6 +50,20 @@ OVERLAPPED: Final[Mapping[Lane, str]] = {lane: lane for lane in LANES}
 _Place = tuple[BufferId, TierName]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """When each task of a program starts and ends, and the most that each pool holds."""
+
+    starts_ns: tuple[int, ...]
+    ends_ns: tuple[int, ...]
+    peak_bytes: Mapping[PoolId, int]
+
+    @property
+    def makespan_ns(self) -> int:
+        """When the last task ends."""
+        return max(self.ends_ns, default=0)
+
+
 def simulate_run(program: Program, *, costs: TaskCosts) -> Timeline:
     """Predict a program as the runtime runs it: lanes overlap where something is moved.
 
@@ -56,10 +72,22 @@ def simulate_run(program: Program, *, costs: TaskCosts) -> Timeline:
     Raises:
         RuleError, ValueError: as `simulate_program`.
     """
-    if not has_transfers(program.tasks):
-        return simulate_program(program, costs=costs)
-    shared = sharing_of(costs.machine)
-    return simulate_program(program, costs=costs, workers=OVERLAPPED, shared=shared)
+    workers, shared = _lanes_of_run(program, costs.machine)
+    return simulate_program(program, costs=costs, workers=workers, shared=shared)
+
+
+def time_run(program: Program, *, costs: CostModel, machine: Machine) -> Times:
+    """Give the times of `simulate_run` alone, for who looks at many programs.
+
+    Raises:
+        RuleError, ValueError: as `simulate_program`.
+    """
+    workers, shared = _lanes_of_run(program, machine)
+    lanes = assign_lanes(program.tasks)
+    starts_ns, ends_ns, ledger = _run(program, lanes, costs, workers, shared)
+    return Times(
+        starts_ns=tuple(starts_ns), ends_ns=tuple(ends_ns), peak_bytes=dict(ledger.peak_bytes)
+    )
 
 
 def simulate_program(
@@ -82,13 +110,49 @@ def simulate_program(
             pool can ever have free (`capacity`).
         ValueError: a lane has no worker, or a duration is negative.
     """
+    lanes = assign_lanes(program.tasks)
+    starts_ns, ends_ns, ledger = _run(program, lanes, costs, workers, shared)
+    return Timeline(
+        source="simulated",
+        rank=program.rank,
+        spans=tuple(
+            Span(
+                index=index,
+                name=name_of(task),
+                kind=kind_of(task),
+                lane=lanes[index],
+                start_ns=starts_ns[index],
+                end_ns=ends_ns[index],
+            )
+            for index, task in enumerate(program.tasks)
+        ),
+        memory=ledger.curves(),
+    )
+
+
+def _lanes_of_run(
+    program: Program, machine: Machine
+) -> tuple[Mapping[Lane, str], Sequence[SharedPath]]:
+    if has_transfers(program.tasks):
+        return OVERLAPPED, sharing_of(machine)
+    return INLINE, ()
+
+
+def _run(
+    program: Program,
+    lanes: Sequence[Lane],
+    costs: CostModel,
+    workers: Mapping[Lane, str],
+    shared: Sequence[SharedPath],
+) -> tuple[list[int], list[int], _Ledger]:
+    # Starts, ends and what memory held. This is the inner loop of the search.
     ledger = _Ledger(program)
     issue_ns = 0
     free_at_ns: dict[str, int] = {}
     written_ns: dict[_Place, int] = {}
     used_ns: dict[_Place, int] = {}
-    spans: list[Span] = []
-    lanes = assign_lanes(program.tasks)
+    starts_ns: list[int] = []
+    ends_ns: list[int] = []
     calendars: dict[Lane, PathCalendar] = {}
     stretch: dict[Lane, float] = {}
     for path in shared:
@@ -101,21 +165,27 @@ def simulate_program(
         duration_ns = costs.duration_ns(task)
         if duration_ns < 0:
             raise ValueError(f"the cost of {name_of(task)} is negative: {duration_ns} ns")
+        reads, writes = reads_of(task), writes_of(task)
+        is_free = isinstance(task, Free)
 
-        issue_ns = ledger.reserve(index, task, issue_ns)
+        issue_ns = ledger.reserve(index, task, reads, writes, issue_ns)
 
         start_ns = max(issue_ns, free_at_ns.get(worker, 0))
-        changed = _changes_of(task)
-        for place in reads_of(task):
-            start_ns = max(start_ns, written_ns.get(place, 0))
+        # A buffer may be dropped only when all its users are done, so a Free counts as a change.
+        changed = reads if is_free else writes
+        for place in reads:
+            if (at_ns := written_ns.get(place, 0)) > start_ns:
+                start_ns = at_ns
         for place in changed:
-            start_ns = max(start_ns, used_ns.get(place, 0))
+            if (at_ns := used_ns.get(place, 0)) > start_ns:
+                start_ns = at_ns
         end_ns = start_ns + duration_ns
-        if lane in calendars and not isinstance(task, Free):
+        if lane in calendars and not is_free:
             duration_ns = ceil(duration_ns * stretch[lane])
             start_ns, end_ns = calendars[lane].book(lane, start_ns, duration_ns)
-        for place in reads_of(task):
-            used_ns[place] = max(used_ns.get(place, 0), end_ns)
+        for place in reads:
+            if end_ns > used_ns.get(place, 0):
+                used_ns[place] = end_ns
         for place in changed:
             written_ns[place] = used_ns[place] = end_ns
 
@@ -123,27 +193,10 @@ def simulate_program(
         ledger.release_at(end_ns, task)
         if worker == ISSUER:
             issue_ns = end_ns
-        spans.append(
-            Span(
-                index=index,
-                name=name_of(task),
-                kind=kind_of(task),
-                lane=lane,
-                start_ns=start_ns,
-                end_ns=end_ns,
-            )
-        )
+        starts_ns.append(start_ns)
+        ends_ns.append(end_ns)
     ledger.finish()
-    return Timeline(
-        source="simulated", rank=program.rank, spans=tuple(spans), memory=ledger.curves()
-    )
-
-
-def _changes_of(task: Task) -> tuple[_Place, ...]:
-    # A buffer may be dropped only when all its users are done, so a Free counts as a change.
-    if isinstance(task, Free):
-        return ((task.buffer, task.tier),)
-    return writes_of(task)
+    return starts_ns, ends_ns, ledger
 
 
 class _Ledger:
@@ -175,24 +228,32 @@ class _Ledger:
                     where="before the first task",
                     fix="plan again with the budget that the machine has",
                 )
+        self.peak_bytes = dict(self._used_bytes)
         self._points: dict[PoolId, list[tuple[int, int]]] = {
             pool: [(0, used_bytes)] for pool, used_bytes in self._used_bytes.items()
         }
 
-    def reserve(self, index: int, task: Task, now_ns: int) -> int:
+    def reserve(
+        self,
+        index: int,
+        task: Task,
+        reads: Sequence[_Place],
+        writes: Sequence[_Place],
+        now_ns: int,
+    ) -> int:
         """Reserve what a task creates and works in; returns when all of it fits, from `now_ns`."""
         need_bytes: dict[PoolId, int] = {}
         workspace_bytes = workspace_of(task)
         if workspace_bytes:
             need_bytes[self._program.workspace_pool] = workspace_bytes
-        for place in reads_of(task):
+        for place in reads:
             if place not in self._present:
                 raise RuleError(
                     f"{name_of(task)} needs {place[0]}, which is not in the tier {place[1]}",
                     rule="present",
                     where=self._surroundings(index),
                 )
-        for place in writes_of(task):
+        for place in writes:
             if place not in self._present:
                 self._present.add(place)
                 pool = self._pool_of(index, place)
@@ -244,6 +305,8 @@ class _Ledger:
 
     def _record(self, at_ns: int, pool: PoolId, change_bytes: int) -> None:
         used_bytes = self._used_bytes[pool] = self._used_bytes[pool] + change_bytes
+        if used_bytes > self.peak_bytes[pool]:
+            self.peak_bytes[pool] = used_bytes
         points = self._points[pool]
         # Two rises, or two falls, at one moment are one; a rise and a fall stay two points, or
         # the peak of a task that takes no time would be lost.
