@@ -42,6 +42,9 @@ ON_DISK: Final = {
     "optimizer": "disk",
     "order": "layered",
     "recompute": "none",
+    # What stays in memory where there is room would be another measurement.
+    "boundaries": "device",
+    "cache": "none",
 }
 IN_MEMORY: Final = {"parameters": "device", "gradients": "device", "optimizer": "device"}
 
