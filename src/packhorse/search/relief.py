@@ -14,9 +14,9 @@ from typing import Final
 from packhorse.machine.spec import Machine, TierName
 from packhorse.model.spec import Model
 from packhorse.plan.pins import State
-from packhorse.plan.spec import Choice, ChunkPlan, Order, Plan
+from packhorse.plan.spec import Choice, ChunkPlan, Order, Plan, Prediction
 from packhorse.profile.spec import Profile
-from packhorse.search.prediction import predict_plan
+from packhorse.search.prediction import AHEAD, predict_plan
 from packhorse.search.settings import MOST_LAYERED_RUNS
 from packhorse.search.space import STATES
 from packhorse.units import format_bytes, format_ns, format_percent
@@ -65,16 +65,22 @@ def find_relief(plan: Plan, model: Model, profile: Profile, machine: Machine) ->
         MismatchError: the plan or profile belongs to another model.
     """
     now = predict_plan(plan, model, profile, machine)
-    need = sum(now.peak_bytes["device"].values())
+    need = _need_bytes(now)
     found: list[Relief] = []
     for words, changed in (*list_changes(plan, machine), *_in_layers(plan, model)):
         then = predict_plan(changed, model, profile, machine)
+        more = _need_bytes(then) - need
+        if more > 0:
+            # With as much room for lanes to run ahead as now.
+            device_bytes = plan.budget_bytes["device"] + more
+            roomy = replace(changed, budget_bytes={**plan.budget_bytes, "device": device_bytes})
+            then = predict_plan(roomy, model, profile, machine)
         saved_ns = now.step_ns - then.step_ns
         if saved_ns > 0:
             found.append(
                 Relief(
                     change=words,
-                    device_bytes=sum(then.peak_bytes["device"].values()) - need,
+                    device_bytes=more,
                     saved_ns=saved_ns,
                     share=saved_ns / now.step_ns,
                     changes_numbers=(changed.optimizer, changed.numerics)
@@ -95,8 +101,7 @@ def cost_of_clipping(plan: Plan, model: Model, profile: Profile, machine: Machin
     then = predict_plan(_without_clipping(plan), model, profile, machine)
     return Relief(
         change=NO_CLIPPING,
-        device_bytes=sum(then.peak_bytes["device"].values())
-        - sum(now.peak_bytes["device"].values()),
+        device_bytes=_need_bytes(then) - _need_bytes(now),
         saved_ns=now.step_ns - then.step_ns,
         share=(now.step_ns - then.step_ns) / now.step_ns,
         changes_numbers=True,
@@ -152,6 +157,11 @@ def _in_layers(plan: Plan, model: Model) -> tuple[tuple[str, Plan], ...]:
         return (("all micro-batches in layers (order: layered)", replace(plan, order=order)),)
     changed = replace(plan, order=order, numerics=replace(numerics, tied_sum="per_step"))
     return (("all micro-batches in layers (tied_sum: per_step; other last bits)", changed),)
+
+
+def _need_bytes(prediction: Prediction) -> int:
+    causes = prediction.peak_bytes["device"]
+    return sum(size for cause, size in causes.items() if cause != AHEAD)
 
 
 def _portions(count: int) -> tuple[int, ...]:
