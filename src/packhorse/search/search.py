@@ -99,6 +99,8 @@ def find_plan(
         best = find_smallest(evaluator, sketches, settings)
         if not _fits_all(evaluator, best):
             raise refuse(evaluator, best)
+    else:
+        best = _finish(evaluator, sketches, best)
     return write_plan(evaluator, sketches, best, budget_bytes=evaluator.budget_bytes)
 
 
@@ -152,8 +154,10 @@ def _find_best(
         close = _look_closely(evaluator, sketches, rough, start)
         if close is not None and (best is None or close.step_ns < best.step_ns):
             best = close
-    if best is None:
-        return None
+    return best
+
+
+def _finish(evaluator: Evaluator, sketches: Sketches, best: Evaluation) -> Evaluation:
     if any(best.taken):
         best = _exchange(evaluator, sketches.of(best.setting), best)
     return evaluator.evaluate(best.setting, best.taken, DEPTHS)
