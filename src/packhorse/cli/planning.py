@@ -191,10 +191,11 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
 def _say_emulation(machine: Machine) -> tuple[str, ...]:
     if machine.emulation is None:
         return ()
-    return (
+    said = (
         f"{machine.name} is acted on this CPU: as {machine.emulation.of}, every time"
-        f" {machine.emulation.slowdown:g} x as long",
+        f" {machine.emulation.slowdown:g} x as long"
     )
+    return (said,)
 
 
 def _fit_budgets(plan: Plan, machine: Machine, path: Path) -> Plan:

@@ -101,12 +101,12 @@ def find_rests(
 
     States with a home wait there.
     """
-    gradients = {
+    gradients: dict[BufferId, TierName] = {
         state_id("grad", chunk.id): planned.gradients.value
         for chunk, planned in zip(layout.chunks, plan.chunks, strict=True)
         if chunk.trainable
     }
-    values = {
+    values: dict[BufferId, TierName] = {
         value_id(value.id, index): plan.boundaries.value
         for value in model.values.values()
         for index in range(num_microbatches)
