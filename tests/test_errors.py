@@ -23,6 +23,7 @@ PINNED: dict[type[errors.PackhorseError], tuple[int, str]] = {
     errors.NonFiniteError: (4, ""),
     errors.StorageError: (4, ""),
     errors.AuditError: (4, ""),
+    errors.StuckError: (4, ""),
     errors.StoppedError: (75, ""),
 }
 TEXT = """\

@@ -55,7 +55,7 @@ def test_a_mapped_heap_has_valleys_that_the_placing_of_moves_leaves(order):
         return
     assert plan.cache.value == "valleys"
     assert plan.prediction.disk_read_bytes < slow.disk_read_bytes
-    assert plan.prediction.step_ns < slow.step_ns
+    assert plan.prediction.step_ns <= slow.step_ns
     assert plan.prediction.peak_bytes["device"] == slow.peak_bytes["device"]
     verify_program(lower_plan(plan, candidate.model, "train_step"), candidate.model)
     assert parse_plan(format_plan(plan)) == plan

@@ -1,8 +1,9 @@
 """Whether what would leave the device between two uses stays in the valleys of memory.
 
 In: a plan, its model, profile and machine. Out: the plan with its `cache` chosen: `valleys` where
-the step that keeps is quicker than the one that does not, and needs no more of any tier. The
-search of moves does not see it: it places what lies still, and this takes what is left between.
+the step that keeps is no slower than the one that does not: it moves fewer bytes, and needs no more
+of any tier. The search of moves does not see it: it places what lies still, and this takes what is
+left between.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from packhorse.units import format_bytes, format_ns
 def choose_cache(
     plan: Plan, model: Model, profile: Profile, machine: Machine, *, pins: Pins
 ) -> Plan:
-    """Give the plan with its cache: pinned, or the quicker one."""
+    """Give the plan with its cache: pinned, or the quicker one; of equals that which moves less."""
     without = replace(plan, cache=Choice(value="none", because=""))
     keeping = replace(plan, cache=Choice(value="valleys", because=""))
     if pins.cache is not None:
@@ -43,15 +44,15 @@ def choose_cache(
     slow = predict_plan(without, model, profile, machine)
     quick = predict_plan(keeping, model, profile, machine)
     gain_ns = slow.step_ns - quick.step_ns
-    if gain_ns <= 0:
-        because = f"keeping {_count_chunks(kept)} between uses would not be quicker"
+    if gain_ns < 0:
+        because = f"keeping {_count_chunks(kept)} between uses would be slower"
         return replace(plan, cache=Choice(value="none", because=because))
     size_bytes = sum(before.buffers[name].size_bytes for name in kept)
     because = (
         f"cache: {_count_chunks(kept)}, {format_bytes(size_bytes)}, saves "
         f"{format_bytes(slow.disk_read_bytes - quick.disk_read_bytes)} read and "
         f"{format_bytes(slow.disk_written_bytes - quick.disk_written_bytes)} written per step: "
-        f"{format_ns(gain_ns)} less"
+        + (f"{format_ns(gain_ns)} less" if gain_ns else "the step takes as long")
     )
     return replace(plan, cache=Choice(value="valleys", because=because))
 
