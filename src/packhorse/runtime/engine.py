@@ -25,6 +25,7 @@ from packhorse.optim.norm import clip_coefficient
 from packhorse.optim.optimizers import Optimizer
 from packhorse.optim.update import update_shard
 from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, PoolId, value_id
+from packhorse.program.lanes import has_transfers
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
 from packhorse.runtime.disk import DiskTier, Keeping
@@ -178,7 +179,7 @@ class Engine:
                 memory=self._tiers,
                 disk=self._disk,
                 pools=pools,
-                limits=_largest_peaks(proofs.values()),
+                limits=_most_held(programs.values(), proofs.values()),
                 audit=audit,
             ),
             lanes=self._paced or lanes,
@@ -470,7 +471,14 @@ def _rate_of(own: float, base: float, scheduled: float) -> float:
     return own * (scheduled / base) if base else own
 
 
-def _largest_peaks(proofs: Iterable[Proof]) -> Mapping[PoolId, int]:
+def _most_held(programs: Iterable[Program], proofs: Iterable[Proof]) -> Mapping[PoolId, int]:
+    """What each pool may hold, spare pages counted.
+
+    Lanes that run ahead use what there is, some steps more and some less, so there spare pages fill
+    the pool from the start: memory is the same from step to step.
+    """
+    if any(has_transfers(program.tasks) for program in programs):
+        return {pool.id: pool.capacity_bytes for program in programs for pool in program.pools}
     peaks: dict[PoolId, int] = {}
     for proof in proofs:
         for pool, used in proof.peak_bytes.items():

@@ -1,8 +1,8 @@
 """Spare pages: chunks that are free in the ledger, but whose pages are still held.
 
 Giving a chunk's pages back costs page faults when it is written or loaded again, often in the same
-step. As long as the ledger and the spare pages together stay within the program's proved peak,
-nothing is gained by giving them back: memory never exceeds what was predicted.
+step. As long as the ledger and the spare pages together stay within what the pool may hold, nothing
+is gained by giving them back: memory never exceeds what was predicted.
 
 In: freed and reserved chunk states, in order. Out: the chunk states to drop now, oldest first.
 """
@@ -18,7 +18,8 @@ class SparePages:
     """The spare chunk states of each pool.
 
     Args:
-        limits: bytes that a pool may hold, spare pages counted: its largest proved peak.
+        limits: bytes that a pool may hold, spare pages counted: its largest proved peak, or its
+            capacity where lanes run ahead.
     """
 
     def __init__(self, limits: Mapping[PoolId, int]) -> None:
