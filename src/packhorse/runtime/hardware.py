@@ -19,6 +19,7 @@ from packhorse.runtime.lanes import InlineLanes, Lanes, ThreadLanes
 from packhorse.runtime.memory.backing import HostBacking
 from packhorse.runtime.memory.chunks import ChunkMemory
 from packhorse.runtime.memory.cuda import CudaBacking
+from packhorse.runtime.openmp import release_team
 from packhorse.storage.scratch_space import Scratch
 
 
@@ -48,5 +49,6 @@ def make_lanes(programs: Iterable[Program], device: torch.device, num_threads: i
     if device.type == "cuda":
         return InlineLanes(partial(torch.cuda.synchronize, device))
     if any(has_transfers(program.tasks) for program in programs):
+        release_team()  # from now on the compute lane's thread computes
         return ThreadLanes(prepare=partial(torch.set_num_threads, num_threads))
     return InlineLanes()
