@@ -7,7 +7,7 @@ and states handed out again, each by running the program made for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,7 @@ from packhorse.optim.groups import hyperparameters
 from packhorse.optim.norm import clip_coefficient
 from packhorse.optim.optimizers import Optimizer
 from packhorse.optim.update import update_shard
-from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, PoolId, value_id
-from packhorse.program.lanes import has_transfers
+from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, value_id
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
 from packhorse.runtime.disk import DiskTier, Keeping
@@ -37,6 +36,7 @@ from packhorse.runtime.kept_heap import find_kept_bytes
 from packhorse.runtime.lanes import LanesStuckError
 from packhorse.runtime.memory.chunks import chunk_table
 from packhorse.runtime.memory.heap import open_holes, seal_holes, set_heap_mode, settle_heap
+from packhorse.runtime.memory.spare import find_limits
 from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.payloads import Payloads
 from packhorse.runtime.tiers import ChunkTiers
@@ -179,7 +179,7 @@ class Engine:
                 memory=self._tiers,
                 disk=self._disk,
                 pools=pools,
-                limits=_most_held(programs.values(), proofs.values()),
+                limits=find_limits(programs.values(), proofs.values()),
                 audit=audit,
             ),
             lanes=self._paced or lanes,
@@ -469,21 +469,6 @@ def _rate_of(own: float, base: float, scheduled: float) -> float:
     if own == base:
         return scheduled
     return own * (scheduled / base) if base else own
-
-
-def _most_held(programs: Iterable[Program], proofs: Iterable[Proof]) -> Mapping[PoolId, int]:
-    """What each pool may hold, spare pages counted.
-
-    Lanes that run ahead use what there is, some steps more and some less, so there spare pages fill
-    the pool from the start: memory is the same from step to step.
-    """
-    if any(has_transfers(program.tasks) for program in programs):
-        return {pool.id: pool.capacity_bytes for program in programs for pool in program.pools}
-    peaks: dict[PoolId, int] = {}
-    for proof in proofs:
-        for pool, used in proof.peak_bytes.items():
-            peaks[pool] = max(peaks.get(pool, 0), used)
-    return peaks
 
 
 def _chunk_of(buffer: BufferId) -> ChunkId:

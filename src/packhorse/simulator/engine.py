@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil
+from types import MappingProxyType
 from typing import Final
 
 from packhorse.errors import RuleError
@@ -33,6 +34,7 @@ from packhorse.program.lanes import assign_lanes, has_transfers
 from packhorse.program.program import Program
 from packhorse.program.tasks import Free, Lane, Task, reads_of, workspace_of, writes_of
 from packhorse.simulator.costs import CostModel, TaskCosts
+from packhorse.simulator.crowding import crowding_of
 from packhorse.simulator.sharing import PathCalendar, SharedPath, sharing_of, stretch_of
 from packhorse.timeline.names import LANES, kind_of, name_of
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
@@ -73,7 +75,10 @@ def simulate_run(program: Program, *, costs: TaskCosts) -> Timeline:
         RuleError, ValueError: as `simulate_program`.
     """
     workers, shared = _lanes_of_run(program, costs.machine)
-    return simulate_program(program, costs=costs, workers=workers, shared=shared)
+    crowding = crowding_of(program, costs.machine, costs)
+    return simulate_program(
+        program, costs=costs, workers=workers, shared=shared, slowed={"compute": crowding}
+    )
 
 
 def time_run(program: Program, *, costs: CostModel, machine: Machine) -> Times:
@@ -84,7 +89,8 @@ def time_run(program: Program, *, costs: CostModel, machine: Machine) -> Times:
     """
     workers, shared = _lanes_of_run(program, machine)
     lanes = assign_lanes(program.tasks)
-    starts_ns, ends_ns, ledger = _run(program, lanes, costs, workers, shared)
+    slowed: Mapping[Lane, float] = {"compute": crowding_of(program, machine, costs)}
+    starts_ns, ends_ns, ledger = _run(program, lanes, costs, workers, shared, slowed)
     return Times(
         starts_ns=tuple(starts_ns), ends_ns=tuple(ends_ns), peak_bytes=dict(ledger.peak_bytes)
     )
@@ -96,6 +102,7 @@ def simulate_program(
     costs: CostModel,
     workers: Mapping[Lane, str] = INLINE,
     shared: Sequence[SharedPath] = (),
+    slowed: Mapping[Lane, float] = MappingProxyType({}),
 ) -> Timeline:
     """Predict when each task runs and how much of each pool is in use.
 
@@ -104,6 +111,7 @@ def simulate_program(
         costs: gives each task's duration in ns.
         workers: the worker that executes each lane; lanes that share one run one after another.
         shared: lanes that share a path, such as a drive that reads and writes at one total rate.
+        slowed: how many times as long the tasks of a lane take because of the others.
 
     Raises:
         RuleError: a task touches a buffer that is not there (`present`), or needs more than a
@@ -111,7 +119,7 @@ def simulate_program(
         ValueError: a lane has no worker, or a duration is negative.
     """
     lanes = assign_lanes(program.tasks)
-    starts_ns, ends_ns, ledger = _run(program, lanes, costs, workers, shared)
+    starts_ns, ends_ns, ledger = _run(program, lanes, costs, workers, shared, slowed)
     return Timeline(
         source="simulated",
         rank=program.rank,
@@ -144,6 +152,7 @@ def _run(
     costs: CostModel,
     workers: Mapping[Lane, str],
     shared: Sequence[SharedPath],
+    slowed: Mapping[Lane, float],
 ) -> tuple[list[int], list[int], _Ledger]:
     # Starts, ends and what memory held. This is the inner loop of the search.
     ledger = _Ledger(program)
@@ -165,6 +174,8 @@ def _run(
         duration_ns = costs.duration_ns(task)
         if duration_ns < 0:
             raise ValueError(f"the cost of {name_of(task)} is negative: {duration_ns} ns")
+        if lane in slowed:
+            duration_ns = ceil(duration_ns * slowed[lane])
         reads, writes = reads_of(task), writes_of(task)
         is_free = isinstance(task, Free)
 

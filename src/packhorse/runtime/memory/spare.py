@@ -9,9 +9,11 @@ In: freed and reserved chunk states, in order. Out: the chunk states to drop now
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from packhorse.program.buffers import BufferId, PoolId
+from packhorse.program.lanes import has_transfers
+from packhorse.program.program import Program, Proof
 
 
 class SparePages:
@@ -43,3 +45,18 @@ class SparePages:
             buffer = next(iter(spare))
             self.reuse(pool, buffer)
             yield buffer
+
+
+def find_limits(programs: Iterable[Program], proofs: Iterable[Proof]) -> Mapping[PoolId, int]:
+    """What each pool may hold, spare pages counted.
+
+    Lanes that run ahead use what there is, some steps more and some less, so there spare pages fill
+    the pool from the start: memory is the same from step to step.
+    """
+    if any(has_transfers(program.tasks) for program in programs):
+        return {pool.id: pool.capacity_bytes for program in programs for pool in program.pools}
+    peaks: dict[PoolId, int] = {}
+    for proof in proofs:
+        for pool, used in proof.peak_bytes.items():
+            peaks[pool] = max(peaks.get(pool, 0), used)
+    return peaks
