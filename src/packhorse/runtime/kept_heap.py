@@ -14,7 +14,7 @@ from packhorse.program.tasks import Free, workspace_of, writes_of
 from packhorse.runtime.memory.heap import KEEP_BELOW_BYTES
 
 # Blocks of a few sizes leave holes; with so much room for what is live at once the rest fits.
-ROOM: Final = 3
+ROOM: Final = 6
 
 
 def find_kept_bytes(program: Program, proof: Proof) -> int:
