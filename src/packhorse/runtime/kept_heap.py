@@ -24,17 +24,19 @@ def find_kept_bytes(program: Program, proof: Proof) -> int:
     """
     pool = program.workspace_pool
     live: dict[BufferId, int] = {}
-    kept = 0
+    live_bytes = kept = 0
     for task in program.tasks:
         if isinstance(task, Free):
-            live.pop(task.buffer, None)
+            live_bytes -= live.pop(task.buffer, 0)
             continue
         for buffer, tier in writes_of(task):
             declared = program.buffers[buffer]
-            if declared.pools[tier] == pool and declared.size_bytes < KEEP_BELOW_BYTES:
+            is_kept = declared.pools[tier] == pool and declared.size_bytes < KEEP_BELOW_BYTES
+            if is_kept and buffer not in live:
                 live[buffer] = declared.size_bytes
+                live_bytes += declared.size_bytes
         workspace = workspace_of(task)
-        kept = max(kept, sum(live.values()) + workspace * (workspace < KEEP_BELOW_BYTES))
+        kept = max(kept, live_bytes + (workspace if workspace < KEEP_BELOW_BYTES else 0))
     capacity = next(each.capacity_bytes for each in program.pools if each.id == pool)
     mapped = proof.peak_bytes[pool] - kept
     return max(min(ROOM * kept, capacity - mapped), 0)

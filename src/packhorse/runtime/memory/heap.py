@@ -102,8 +102,8 @@ def settle_heap(size_bytes: int) -> None:
 
 def trim_heap() -> None:
     """Give free heap pages back to the system now, for example after tracing."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
+    libc = _load_allocator()
+    if libc is not None:
         libc.malloc_trim(0)
 
 
