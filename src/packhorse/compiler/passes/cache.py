@@ -60,9 +60,9 @@ def keep_in_valleys(
     moved = [buffers[task.buffer].size_bytes for task in tasks if isinstance(task, Copy)]
     if not moved:
         return tuple(tasks)
-    peaks = {p: int(u.max()) for p, u in count_used(tasks, buffers, workspace_pool).items()}
-    limits = {pool: peak - IN_FLIGHT * max(moved) for pool, peak in peaks.items()}
-    return keep_between_uses(tasks, buffers, workspace_pool=workspace_pool, limit_bytes=limits)
+    used = count_used(tasks, buffers, workspace_pool)
+    limits = {pool: int(held.max()) - IN_FLIGHT * max(moved) for pool, held in used.items()}
+    return _keep(tasks, buffers, used, limits)
 
 
 def keep_between_uses(
@@ -77,7 +77,16 @@ def keep_between_uses(
     Args:
         limit_bytes: how full a pool of the device may be; pools that it lacks take nothing in.
     """
-    used = count_used(tasks, buffers, workspace_pool)
+    return _keep(tasks, buffers, count_used(tasks, buffers, workspace_pool), limit_bytes)
+
+
+def _keep(
+    tasks: Sequence[Task],
+    buffers: Mapping[BufferId, Buffer],
+    used: Mapping[PoolId, Bytes],
+    limit_bytes: Mapping[PoolId, int],
+) -> tuple[Task, ...]:
+    # Fills `used` with what stays.
     taken: list[Absence] = []
     order = {name: index for index, name in enumerate(buffers)}
     absences = find_absences(tasks, buffers)
