@@ -31,7 +31,7 @@ from packhorse.compiler.passes.prefetch import hoist_copies
 from packhorse.compiler.passes.residency import add_residency
 from packhorse.compiler.passes.states import order_load, order_save
 from packhorse.compiler.passes.updates import add_updates, place_updates
-from packhorse.compiler.peak import replay_peaks
+from packhorse.compiler.replay import replay_pools
 from packhorse.errors import InputError, RefusedError
 from packhorse.model.spec import Model
 from packhorse.plan.spec import Plan
@@ -173,7 +173,8 @@ def _heap_bytes(plan: Plan, model: Model, layout: Layout, kind: ProgramKind, dra
     elif model.num_trainable:
         drafts.append(_draft(plan, model, layout, "train_step"))
     return max(
-        replay_peaks(each.tasks, each.buffers, workspace_pool=HEAP).get(HEAP, 0) for each in drafts
+        replay_pools(each.tasks, each.buffers, workspace_pool=HEAP).peak_bytes[HEAP]
+        for each in drafts
     )
 
 

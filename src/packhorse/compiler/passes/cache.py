@@ -25,13 +25,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
+from packhorse.compiler.replay import Bytes, replay_pools
 from packhorse.program.buffers import Buffer, BufferId, PoolId, TierName
-from packhorse.program.tasks import Copy, Free, Task, reads_of, workspace_of, writes_of
+from packhorse.program.tasks import Copy, Free, Task, reads_of, writes_of
 
-Bytes = npt.NDArray[np.int64]
 IN_FLIGHT: Final = 2
 
 
@@ -60,7 +57,7 @@ def keep_in_valleys(
     moved = [buffers[task.buffer].size_bytes for task in tasks if isinstance(task, Copy)]
     if not moved:
         return tuple(tasks)
-    used = count_used(tasks, buffers, workspace_pool)
+    used = _left_after(tasks, buffers, workspace_pool)
     limits = {pool: int(held.max()) - IN_FLIGHT * max(moved) for pool, held in used.items()}
     return _keep(tasks, buffers, used, limits)
 
@@ -77,7 +74,7 @@ def keep_between_uses(
     Args:
         limit_bytes: how full a pool of the device may be; pools that it lacks take nothing in.
     """
-    return _keep(tasks, buffers, count_used(tasks, buffers, workspace_pool), limit_bytes)
+    return _keep(tasks, buffers, _left_after(tasks, buffers, workspace_pool), limit_bytes)
 
 
 def _keep(
@@ -178,30 +175,13 @@ def _remove(
     )
 
 
-def count_used(
+def _left_after(
     tasks: Sequence[Task], buffers: Mapping[BufferId, Buffer], workspace_pool: PoolId
 ) -> Mapping[PoolId, Bytes]:
-    """How full each pool is at each task, its workspace counted, and after a Free what is left."""
-    present: set[tuple[BufferId, TierName]] = {
-        (b.id, b.home) for b in buffers.values() if b.home is not None
-    }
-    now: dict[PoolId, int] = {}
-    for name, tier in present:
-        pool = buffers[name].pools[tier]
-        now[pool] = now.get(pool, 0) + buffers[name].size_bytes
-    pools = {pool for buffer in buffers.values() for pool in buffer.pools.values()}
-    used = {pool: np.zeros(len(tasks), dtype=np.int64) for pool in pools | {workspace_pool}}
+    # How full each pool is at each task, its workspace counted, and after a Free what is left.
+    used = replay_pools(tasks, buffers, workspace_pool=workspace_pool).task_bytes
     for position, task in enumerate(tasks):
         if isinstance(task, Free):
-            present.discard((task.buffer, task.tier))
-            pool = buffers[task.buffer].pools[task.tier]
-            now[pool] = now.get(pool, 0) - buffers[task.buffer].size_bytes
-        for place in writes_of(task):
-            if place not in present:
-                present.add(place)
-                pool = buffers[place[0]].pools[place[1]]
-                now[pool] = now.get(pool, 0) + buffers[place[0]].size_bytes
-        for pool, held in now.items():
-            used[pool][position] = held
-        used[workspace_pool][position] += workspace_of(task)
+            buffer = buffers[task.buffer]
+            used[buffer.pools[task.tier]][position] -= buffer.size_bytes
     return used

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from packhorse.program.buffers import Buffer, BufferId, Pool, PoolId, TierName
+from packhorse.compiler.replay import replay_pools
+from packhorse.program.buffers import Buffer, BufferId, Pool, PoolId
 from packhorse.program.lanes import assign_lanes
 from packhorse.program.tasks import (
     Backward,
@@ -28,12 +29,12 @@ from packhorse.program.tasks import (
     Export,
     Forward,
     Free,
+    Lane,
     Recompute,
     Task,
     Update,
     lane_of,
     reads_of,
-    workspace_of,
     writes_of,
 )
 
@@ -50,97 +51,105 @@ def hoist_copies(
 
     A replay of the result holds no more of any pool than its capacity, if one of `tasks` does.
     """
-    landing = {
-        buffers[task.buffer].pools["device"]
-        for task in tasks
-        if isinstance(task, Copy) and task.target == "device"
-    }
-    if depth == 0 or not landing:
+    if depth == 0:
         return tuple(tasks)
-    capacity_bytes = {pool.id: pool.capacity_bytes for pool in pools}
-    ledger = _Ledger(buffers, workspace_pool, landing)
-    placed: list[Task] = []
-    touched: list[tuple[BufferId, ...]] = []
-    for task, lane in zip(tasks, assign_lanes(tasks), strict=True):
-        held = ledger.step(task, is_slow=lane not in ("compute", "update"))
-        names = tuple(buffer for buffer, _ in (*reads_of(task), *writes_of(task)))
-        at = len(placed)
-        if isinstance(task, Copy) and task.target == "device":
-            buffer = buffers[task.buffer]
-            pool = buffer.pools["device"]
-            fills = ledger.fills[pool]
-            most = capacity_bytes[pool] - buffer.size_bytes
-            passed = 0
-            while at and fills[at - 1] <= most and task.buffer not in touched[at - 1]:
-                above = placed[at - 1]
-                if isinstance(above, Copy) and lane_of(above) == lane:
-                    break
-                passed += _computes(above)
-                if passed > depth:
-                    break
-                at -= 1
-            for between in range(at, len(placed)):
-                fills[between] += buffer.size_bytes
-        ledger.insert(at, held)
-        placed.insert(at, task)
-        touched.insert(at, names)
-    return tuple(placed)
+    return Hoist(tasks, buffers, workspace_pool=workspace_pool).order(pools, depth)
 
 
-class _Ledger:
-    """What the pools where copies land hold while each placed task runs, workspace counted.
-
-    `fills` has a number per placed task; it also counts what a slow lane may not have released yet.
-    """
+class Hoist:
+    """Moves the copies of one list of tasks up, for any pools and depths; replays them once."""
 
     def __init__(
-        self, buffers: Mapping[BufferId, Buffer], workspace_pool: PoolId, pools: Collection[PoolId]
+        self,
+        tasks: Sequence[Task],
+        buffers: Mapping[BufferId, Buffer],
+        *,
+        workspace_pool: PoolId,
     ) -> None:
-        self.fills: dict[PoolId, list[int]] = {pool: [] for pool in pools}
-        self._buffers = buffers
-        self._workspace_pool = workspace_pool
-        self._present: set[tuple[BufferId, TierName]] = set()
-        self._used = dict.fromkeys(pools, 0)
-        self._leaving: list[tuple[int, PoolId, int]] = []
-        self._num_computed = 0
-        for buffer in buffers.values():
-            if buffer.home is not None:
-                self._present.add((buffer.id, buffer.home))
-                self._add(buffer, buffer.home, 1)
+        self._tasks = tuple(tasks)
+        self._loads: dict[int, tuple[Buffer, Lane]] = {
+            position: (buffers[task.buffer], lane_of(task))
+            for position, task in enumerate(tasks)
+            if isinstance(task, Copy) and task.target == "device"
+        }
+        landing = {buffer.pools["device"] for buffer, _ in self._loads.values()}
+        self._held = _count_held(tasks, buffers, workspace_pool, landing) if landing else {}
+        self._computes = [_computes(task) for task in tasks]
+        self._copies = [lane_of(task) if isinstance(task, Copy) else None for task in tasks]
+        self._touched = [
+            tuple(buffer for buffer, _ in (*reads_of(task), *writes_of(task))) for task in tasks
+        ]
 
-    def step(self, task: Task, *, is_slow: bool) -> Mapping[PoolId, int]:
-        """Replay a task; returns what each pool holds while it runs."""
-        self._num_computed += _computes(task)
-        if self._leaving and self._leaving[0][0] < self._num_computed:
-            self._leaving = [item for item in self._leaving if item[0] >= self._num_computed]
-        for buffer, tier in writes_of(task):
-            if (buffer, tier) not in self._present:
-                self._present.add((buffer, tier))
-                self._add(self._buffers[buffer], tier, 1)
-        held = dict(self._used)
-        if self._workspace_pool in held:
-            held[self._workspace_pool] += workspace_of(task)
-        for _, pool, size_bytes in self._leaving:
-            held[pool] += size_bytes
-        if isinstance(task, Free):
-            self._present.discard((task.buffer, task.tier))
-            freed = self._buffers[task.buffer]
-            self._add(freed, task.tier, -1)
+    def order(self, pools: Sequence[Pool], depth: int) -> tuple[Task, ...]:
+        """Give the tasks in their new order; see `hoist_copies`."""
+        if depth == 0 or not self._loads:
+            return self._tasks
+        capacity_bytes = {pool.id: pool.capacity_bytes for pool in pools}
+        # What the pools hold while each placed task runs.
+        fills: dict[PoolId, list[int]] = {pool: [] for pool in self._held}
+        placed: list[int] = []
+        for position in range(len(self._tasks)):
+            at = len(placed)
+            load = self._loads.get(position)
+            if load is not None:
+                buffer, lane = load
+                pool = buffer.pools["device"]
+                at = self._find_place(
+                    placed, fills[pool], capacity_bytes[pool], buffer, lane, depth
+                )
+                for between in range(at, len(placed)):
+                    fills[pool][between] += buffer.size_bytes
+            for pool, held in fills.items():
+                # One that was moved up runs beside no more than the task that it was placed before.
+                held.insert(at, held[at] if at < len(held) else self._held[pool][position])
+            placed.insert(at, position)
+        return tuple(self._tasks[position] for position in placed)
+
+    def _find_place(
+        self,
+        placed: Sequence[int],
+        fills: Sequence[int],
+        capacity_bytes: int,
+        buffer: Buffer,
+        lane: Lane,
+        depth: int,
+    ) -> int:
+        at, passed = len(placed), 0
+        most = capacity_bytes - buffer.size_bytes
+        while at and fills[at - 1] <= most:
+            above = placed[at - 1]
+            if self._copies[above] == lane or buffer.id in self._touched[above]:
+                break
+            passed += self._computes[above]
+            if passed > depth:
+                break
+            at -= 1
+        return at
+
+
+def _count_held(
+    tasks: Sequence[Task],
+    buffers: Mapping[BufferId, Buffer],
+    workspace_pool: PoolId,
+    pools: Collection[PoolId],
+) -> Mapping[PoolId, list[int]]:
+    # What pools hold while each task runs, with what a slow lane may not have released yet.
+    replayed = replay_pools(tasks, buffers, workspace_pool=workspace_pool).task_bytes
+    held = {pool: replayed[pool].tolist() for pool in pools}
+    leaving: list[tuple[int, PoolId, int]] = []
+    num_computed = 0
+    for position, (task, lane) in enumerate(zip(tasks, assign_lanes(tasks), strict=True)):
+        num_computed += _computes(task)
+        if leaving and leaving[0][0] < num_computed:
+            leaving = [item for item in leaving if item[0] >= num_computed]
+        for _, pool, size_bytes in leaving:
+            held[pool][position] += size_bytes
+        if isinstance(task, Free) and lane not in ("compute", "update"):
+            freed = buffers[task.buffer]
             pool = freed.pools[task.tier]
-            if is_slow and pool in held:
-                self._leaving.append((self._num_computed + 1, pool, freed.size_bytes))
-        return held
-
-    def insert(self, at: int, held: Mapping[PoolId, int]) -> None:
-        """Note the fills of a task that is placed at `at`."""
-        for pool, fills in self.fills.items():
-            # One that was moved up runs beside no more than the task that it was placed before.
-            fills.insert(at, fills[at] if at < len(fills) else held[pool])
-
-    def _add(self, buffer: Buffer, tier: TierName, sign: int) -> None:
-        pool = buffer.pools[tier]
-        if pool in self._used:
-            self._used[pool] += sign * buffer.size_bytes
+            if pool in held:
+                leaving.append((num_computed + 1, pool, freed.size_bytes))
+    return held
 
 
 def _computes(task: Task) -> bool:
