@@ -15,14 +15,15 @@ from typing import Final
 
 from packhorse.compiler.buffers import size_pools
 from packhorse.compiler.durability import slot_bytes
-from packhorse.compiler.passes.prefetch import hoist_copies
+from packhorse.compiler.passes.prefetch import Hoist, hoist_copies
 from packhorse.machine.spec import Machine, TierName
 from packhorse.plan.spec import Plan
+from packhorse.program.buffers import Pool
 from packhorse.program.lanes import assign_lanes, has_transfers
 from packhorse.program.program import Program
 from packhorse.program.tasks import Feed, Lane, Task
-from packhorse.simulator.costs import CostModel, KnownCosts
-from packhorse.simulator.engine import Times, time_run
+from packhorse.simulator.costs import CostModel
+from packhorse.simulator.engine import Rehearsal, Times, time_run
 
 BUSY: Final[Mapping[Lane, str]] = {
     "compute": "compute",
@@ -46,13 +47,7 @@ def limit_program(
         budget_bytes: at least what the program needs, slots counted.
         depth: how many compute tasks a copy may come before its use.
     """
-    keeps = plan.heap.value == "keep"
-    heap_bytes = next(
-        (p.capacity_bytes for p in program.pools if keeps and p.id == program.workspace_pool), 0
-    )
-    pools = size_pools(
-        replace(plan, budget_bytes=budget_bytes), heap_bytes, slot_bytes(plan, program.layout)
-    )
+    pools = _limit_pools(program, plan, budget_bytes)
     tasks = hoist_copies(
         program.tasks,
         program.buffers,
@@ -61,6 +56,18 @@ def limit_program(
         depth=depth,
     )
     return replace(program, pools=pools, tasks=tasks)
+
+
+def _limit_pools(
+    program: Program, plan: Plan, budget_bytes: Mapping[TierName, int]
+) -> tuple[Pool, ...]:
+    keeps = plan.heap.value == "keep"
+    heap_bytes = next(
+        (p.capacity_bytes for p in program.pools if keeps and p.id == program.workspace_pool), 0
+    )
+    return size_pools(
+        replace(plan, budget_bytes=budget_bytes), heap_bytes, slot_bytes(plan, program.layout)
+    )
 
 
 def time_program(
@@ -76,11 +83,7 @@ def time_program(
     """
     times = time_run(program, costs=costs, machine=machine)
     more = num_microbatches - program.num_microbatches
-    if more <= 0:
-        return times.makespan_ns, times
-    feeds = [i for i, task in enumerate(program.tasks) if isinstance(task, Feed)]
-    period_ns = times.starts_ns[feeds[2]] - times.starts_ns[feeds[1]]
-    return times.makespan_ns + more * period_ns, times
+    return _add_periods(program.tasks, times, more), times
 
 
 def time_limited(
@@ -94,23 +97,36 @@ def time_limited(
     depths: Sequence[int],
 ) -> tuple[int, ...]:
     """Time a program that was lowered without limits at each of some depths of prefetch."""
-    known = KnownCosts(program.tasks, costs)
     if not has_transfers(program.tasks):
         weights = weights_of(program.tasks, num_microbatches)
         whole_ns = sum(
-            known.duration_ns(task) * weight
+            costs.duration_ns(task) * weight
             for task, weight in zip(program.tasks, weights, strict=True)
         )
         return (whole_ns,) * len(depths)
-    return tuple(
-        time_program(
-            limit_program(program, plan, budget_bytes, depth),
-            costs=known,
-            machine=machine,
-            num_microbatches=num_microbatches,
-        )[0]
-        for depth in depths
-    )
+    pools = _limit_pools(program, plan, budget_bytes)
+    hoist = Hoist(program.tasks, program.buffers, workspace_pool=program.workspace_pool)
+    rehearsal = Rehearsal(program, costs=costs, machine=machine)
+    more = num_microbatches - program.num_microbatches
+    # Deeper prefetch often finds no more room: the same order is timed once.
+    known_ns: dict[tuple[int, ...], int] = {}
+    found_ns: list[int] = []
+    for depth in depths:
+        tasks = hoist.order(pools, depth)
+        order = tuple(map(id, tasks))
+        if order not in known_ns:
+            known_ns[order] = _add_periods(tasks, rehearsal.time(tasks, pools), more)
+        found_ns.append(known_ns[order])
+    return tuple(found_ns)
+
+
+def _add_periods(tasks: Sequence[Task], times: Times, more: int) -> int:
+    # The time of a step that has so many more micro-batches.
+    if more <= 0:
+        return times.makespan_ns
+    feeds = [i for i, task in enumerate(tasks) if isinstance(task, Feed)]
+    period_ns = times.starts_ns[feeds[2]] - times.starts_ns[feeds[1]]
+    return times.makespan_ns + more * period_ns
 
 
 def weights_of(tasks: Sequence[Task], num_microbatches: int) -> list[int]:

@@ -73,7 +73,9 @@ class Hoist:
             if isinstance(task, Copy) and task.target == "device"
         }
         landing = {buffer.pools["device"] for buffer, _ in self._loads.values()}
-        self._held = _count_held(tasks, buffers, workspace_pool, landing) if landing else {}
+        self._held: Mapping[PoolId, list[int]] = {}
+        if landing:
+            self._held = _count_held(tasks, buffers, workspace_pool, landing)
         self._computes = [_computes(task) for task in tasks]
         self._copies = [lane_of(task) if isinstance(task, Copy) else None for task in tasks]
         self._touched = [
@@ -135,7 +137,7 @@ def _count_held(
 ) -> Mapping[PoolId, list[int]]:
     # What pools hold while each task runs, with what a slow lane may not have released yet.
     replayed = replay_pools(tasks, buffers, workspace_pool=workspace_pool).task_bytes
-    held = {pool: replayed[pool].tolist() for pool in pools}
+    held: dict[PoolId, list[int]] = {pool: replayed[pool].tolist() for pool in pools}
     leaving: list[tuple[int, PoolId, int]] = []
     num_computed = 0
     for position, (task, lane) in enumerate(zip(tasks, assign_lanes(tasks), strict=True)):

@@ -1,0 +1,135 @@
+"""What each task asks of lanes and memory, looked up once for every order in which it is timed.
+
+In: a program, its costs, and how lanes share paths. Out: `Footprints`: for each task its lane, its
+duration and the places that it touches, by number. A place is a buffer in a tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from packhorse.program.buffers import Buffer, BufferId, PoolId, TierName
+from packhorse.program.lanes import assign_lanes
+from packhorse.program.program import Program
+from packhorse.program.tasks import Free, Lane, Task, reads_of, workspace_of, writes_of
+from packhorse.simulator.costs import CostModel
+from packhorse.simulator.sharing import SharedPath, stretch_of
+from packhorse.timeline.names import name_of
+
+Place = tuple[BufferId, TierName]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What one task asks for; places by number.
+
+    `waits_for` are the places whose users it has to wait for: those that it writes, or frees.
+    `shares` says that it takes its turn on a path that its lane shares.
+    """
+
+    task: Task
+    lane: Lane
+    duration_ns: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    waits_for: tuple[int, ...]
+    workspace_bytes: int
+    frees: bool
+    shares: bool
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether something is released when it is over."""
+        return self.frees or self.workspace_bytes > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprints:
+    """The footprints of a program's tasks in its order, and the table of places.
+
+    A place that no pool has room for has the pool None. `homes` are what is there at the start.
+    """
+
+    of_tasks: tuple[Footprint, ...]
+    places: tuple[Place, ...]
+    pools: tuple[PoolId | None, ...]
+    sizes: tuple[int, ...]
+    homes: tuple[int, ...]
+    workspace_pool: PoolId
+
+
+def find_footprints(
+    program: Program,
+    *,
+    costs: CostModel,
+    shared: Sequence[SharedPath] = (),
+    slowed: Mapping[Lane, float],
+) -> Footprints:
+    """Look up what every task of a program asks for.
+
+    Args:
+        costs: gives each task's duration in ns.
+        shared: lanes that share a path.
+        slowed: how many times as long the tasks of a lane take because of the others.
+
+    Raises:
+        ValueError: a duration is negative.
+    """
+    stretch = {
+        lane: factor
+        for path in shared
+        for factor in (stretch_of(path, program, costs),)
+        for lane in path.lanes
+    }
+    numbers: dict[Place, int] = {}
+    of_tasks: list[Footprint] = []
+    for task, lane in zip(program.tasks, assign_lanes(program.tasks), strict=True):
+        duration_ns = costs.duration_ns(task)
+        if duration_ns < 0:
+            raise ValueError(f"the cost of {name_of(task)} is negative: {duration_ns} ns")
+        if lane in slowed:
+            duration_ns = ceil(duration_ns * slowed[lane])
+        frees = isinstance(task, Free)
+        shares = lane in stretch and not frees
+        if shares:
+            duration_ns = ceil(duration_ns * stretch[lane])
+        reads = tuple([numbers.setdefault(place, len(numbers)) for place in reads_of(task)])
+        writes = tuple([numbers.setdefault(place, len(numbers)) for place in writes_of(task)])
+        of_tasks.append(
+            Footprint(
+                task=task,
+                lane=lane,
+                duration_ns=duration_ns,
+                reads=reads,
+                writes=writes,
+                # A buffer may be dropped only when all its users are done.
+                waits_for=reads if frees else writes,
+                workspace_bytes=workspace_of(task),
+                frees=frees,
+                shares=shares,
+            )
+        )
+    homes = tuple(
+        [
+            numbers.setdefault((buffer.id, buffer.home), len(numbers))
+            for buffer in program.buffers.values()
+            if buffer.home is not None and program.finds(buffer)
+        ]
+    )
+    found = [program.buffers.get(name) for name, _ in numbers]
+    return Footprints(
+        of_tasks=tuple(of_tasks),
+        places=tuple(numbers),
+        pools=tuple(
+            _pool_in(buffer, tier) for buffer, (_, tier) in zip(found, numbers, strict=True)
+        ),
+        sizes=tuple(0 if buffer is None else buffer.size_bytes for buffer in found),
+        homes=homes,
+        workspace_pool=program.workspace_pool,
+    )
+
+
+def _pool_in(buffer: Buffer | None, tier: TierName) -> PoolId | None:
+    return None if buffer is None else buffer.pools.get(tier)
