@@ -1,0 +1,95 @@
+"""What a microbatch costs along the depth of the model, and what ranks may hold.
+
+In: times and bytes of one microbatch in each of several equal lengths of the model's depth. Out:
+the same for any number of stages: a stage costs what its share of the depth costs, to the
+nanosecond and byte, so that the stages of every cut sum to the same whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final
+
+UNIT_NS: Final = 1_000_000
+UNIT_BYTES: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one microbatch costs in one stretch of the model.
+
+    `saved_bytes` are held from the start of its Forward to the end of its Backward or WeightGrad.
+    """
+
+    forward_ns: int
+    input_grad_ns: int
+    weight_grad_ns: int
+    saved_bytes: int
+
+    @property
+    def backward_ns(self) -> int:
+        """Both halves of the backward."""
+        return self.input_grad_ns + self.weight_grad_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """The costs of a model on its ranks.
+
+    `parts` are the costs of equal lengths of the depth, first to last, as many as are known.
+    `send_ns` is what a tensor takes from one rank to another, beside computing; on one rank it
+    takes nothing. `cap_bytes` is how much each rank may save at once; None means any amount.
+    """
+
+    parts: tuple[Cost, ...]
+    send_ns: int = 0
+    cap_bytes: tuple[int, ...] | None = None
+
+    def cut(self, num_stages: int) -> tuple[Cost, ...]:
+        """Give the costs of each stage when the depth is cut into stages of equal length."""
+        columns = (
+            _cut_column((part.forward_ns for part in self.parts), num_stages),
+            _cut_column((part.input_grad_ns for part in self.parts), num_stages),
+            _cut_column((part.weight_grad_ns for part in self.parts), num_stages),
+            _cut_column((part.saved_bytes for part in self.parts), num_stages),
+        )
+        return tuple(
+            Cost(forward_ns=f, input_grad_ns=i, weight_grad_ns=w, saved_bytes=saved)
+            for f, i, w, saved in zip(*columns, strict=True)
+        )
+
+    def share_bytes(self, num_ranks: int) -> int:
+        """What one microbatch saves in one rank's share of the model, on average; at least 1."""
+        return max(sum(part.saved_bytes for part in self.parts) // num_ranks, 1)
+
+
+def even_costs(
+    num_ranks: int,
+    *,
+    forward_ns: int = UNIT_NS,
+    input_grad_ns: int = UNIT_NS,
+    weight_grad_ns: int = UNIT_NS,
+    saved_bytes: int = UNIT_BYTES,
+    send_ns: int = 0,
+    cap_bytes: tuple[int, ...] | None = None,
+) -> Costs:
+    """Give costs that are the same everywhere; times and bytes are those of a rank's share."""
+    part = Cost(
+        forward_ns=forward_ns,
+        input_grad_ns=input_grad_ns,
+        weight_grad_ns=weight_grad_ns,
+        saved_bytes=saved_bytes,
+    )
+    return Costs(parts=(part,) * num_ranks, send_ns=send_ns, cap_bytes=cap_bytes)
+
+
+def _cut_column(values: Iterable[int], num_stages: int) -> list[int]:
+    column = list(values)
+    sums = [0, *accumulate(column)]
+    ends: list[int] = []
+    for at in range(num_stages + 1):
+        whole, rest = divmod(at * len(column), num_stages)
+        ends.append(sums[whole] + (column[whole] * rest // num_stages if rest else 0))
+    return [end - start for start, end in pairwise(ends)]
