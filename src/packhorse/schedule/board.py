@@ -1,0 +1,142 @@
+"""A schedule as whole numbers: what list scheduling and local search compute with.
+
+In: a placement with one rank for each stage, microbatches, costs. Out: a `Board`, which turns
+orders of tasks into orders of codes and back, and times them. A code is
+`(kind * stages + stage) * microbatches + microbatch`, with the kinds forward, whole backward, input
+gradient, weight gradient in this order. `Board.time` gives the makespan that `time_schedule` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from packhorse.schedule.costs import Cost, Costs
+from packhorse.schedule.spec import Backward, Forward, InputGrad, Schedule, Task, WeightGrad
+
+FORWARD: Final = 0
+BACKWARD: Final = 1
+INPUT_GRAD: Final = 2
+WEIGHT_GRAD: Final = 3
+_TYPES: Final[tuple[type[Task], ...]] = (Forward, Backward, InputGrad, WeightGrad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """What the tasks of a step take, and where they run; `ranks` has the rank of each stage."""
+
+    ranks: tuple[int, ...]
+    num_ranks: int
+    num_microbatches: int
+    stages: tuple[Cost, ...]
+    send_ns: int
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.ranks)
+
+    @property
+    def durations_ns(self) -> tuple[int, ...]:
+        """What a task takes, by kind and stage: at `kind * stages + stage`."""
+        return (
+            *(cost.forward_ns for cost in self.stages),
+            *(cost.backward_ns for cost in self.stages),
+            *(cost.input_grad_ns for cost in self.stages),
+            *(cost.weight_grad_ns for cost in self.stages),
+        )
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, first to last."""
+        return tuple(stage for stage, place in enumerate(self.ranks) if place == rank)
+
+    def encode(self, task: Task) -> int:
+        """Give the code of a task."""
+        kind = _TYPES.index(type(task))
+        return (kind * self.num_stages + task.stage) * self.num_microbatches + task.microbatch
+
+    def decode(self, code: int) -> Task:
+        """Give the task of a code."""
+        row, microbatch = divmod(code, self.num_microbatches)
+        kind, stage = divmod(row, self.num_stages)
+        return _TYPES[kind](stage=stage, microbatch=microbatch)
+
+    def schedule_of(self, orders: Sequence[Sequence[int]]) -> Schedule:
+        """Give the schedule of each rank's codes."""
+        return Schedule(
+            placement={stage: (rank,) for stage, rank in enumerate(self.ranks)},
+            orders=tuple(tuple(map(self.decode, order)) for order in orders),
+        )
+
+    def time(self, orders: Sequence[Sequence[int]]) -> int | None:
+        """Give the makespan in ns; None where tasks wait for each other for ever."""
+        ends_ns = self.ends_of(orders)
+        return None if ends_ns is None else max((end for end in ends_ns if end), default=0)
+
+    def ends_of(self, orders: Sequence[Sequence[int]]) -> list[int] | None:
+        """Give the end of each code's task in ns, 0 for codes that are not there."""
+        stages, count = self.num_stages, self.num_microbatches
+        rows = stages * count
+        durations_ns, ranks, send_ns = self.durations_ns, self.ranks, self.send_ns
+        ends_ns = [0] * (4 * rows)
+        places, clocks_ns = [0] * self.num_ranks, [0] * self.num_ranks
+        # The rank that waits for a stage's value, by forward and backward and microbatch.
+        waiting: dict[int, int] = {}
+        pending = list(range(self.num_ranks))
+        left = sum(map(len, orders))
+        while pending:
+            rank = pending.pop()
+            order = orders[rank]
+            at, clock_ns = places[rank], clocks_ns[rank]
+            while at < len(order):
+                code = order[at]
+                row, microbatch = divmod(code, count)
+                kind, stage = divmod(row, stages)
+                if kind == FORWARD:
+                    if stage:
+                        arrival_ns = ends_ns[code - count]
+                        if not arrival_ns:
+                            waiting[code - count] = rank
+                            break
+                        if ranks[stage - 1] != rank:
+                            arrival_ns += send_ns
+                        clock_ns = max(clock_ns, arrival_ns)
+                    after = code + count if stage + 1 < stages else -1
+                elif kind == WEIGHT_GRAD:
+                    if not ends_ns[code - rows]:
+                        break
+                    after = -1
+                else:
+                    if not ends_ns[stage * count + microbatch]:
+                        break
+                    if stage + 1 < stages:
+                        whole = (stages + stage + 1) * count + microbatch
+                        arrival_ns = ends_ns[whole] or ends_ns[whole + rows]
+                        if not arrival_ns:
+                            waiting[whole] = rank
+                            break
+                        if ranks[stage + 1] != rank:
+                            arrival_ns += send_ns
+                        clock_ns = max(clock_ns, arrival_ns)
+                    after = (stages + stage) * count + microbatch
+                clock_ns += durations_ns[row]
+                ends_ns[code] = clock_ns
+                at += 1
+                key = code if kind == FORWARD else after
+                if key >= 0 and key in waiting:
+                    pending.append(waiting.pop(key))
+            left -= at - places[rank]
+            places[rank], clocks_ns[rank] = at, clock_ns
+        return None if left else ends_ns
+
+
+def make_board(ranks: Sequence[int], num_ranks: int, num_microbatches: int, costs: Costs) -> Board:
+    """Lay a board out for a placement."""
+    return Board(
+        ranks=tuple(ranks),
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        stages=costs.cut(len(ranks)),
+        send_ns=costs.send_ns,
+    )
