@@ -1,13 +1,13 @@
 """The table of buffers and the pools they lie in.
 
-In: plan, model, layout and the tasks that name buffers. Out: a `Buffer` per name with its size,
-the pools where it may lie and its home. States with a home are always in the table, used or not:
-they take their place in every program.
+In: plan, model and layout. Out: a `Buffer` per name with its size, the pools where it may lie and
+its home. States with a home are always in a program's table, used or not: they take their place in
+every program; of the others it has those that its tasks touch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import ceil
 from typing import Final
@@ -38,7 +38,6 @@ from packhorse.program.buffers import (
     value_grad_id,
     value_id,
 )
-from packhorse.program.tasks import Task, reads_of, writes_of
 from packhorse.units import format_bytes
 
 DEVICE: Final = PoolId("device")
@@ -75,13 +74,29 @@ def name_states(plan: Plan, layout: Layout) -> Mapping[BufferId, Buffer]:
     return found
 
 
-def name_buffers(
-    plan: Plan, model: Model, layout: Layout, tasks: Sequence[Task], *, num_microbatches: int
+def name_gradients(plan: Plan, layout: Layout) -> Mapping[BufferId, Buffer]:
+    """Name the gradient of every trained chunk."""
+    triples: Iterable[tuple[Chunk, ChunkPlan, TierName]] = zip(
+        layout.chunks, plan.chunks, plan.update_tiers, strict=True
+    )
+    found = (
+        Buffer(
+            id=state_id("grad", chunk.id),
+            size_bytes=_state_bytes(layout, "grad", chunk),
+            pools=_pools(plan, planned.gradients.value, updated),
+            home=None,
+        )
+        for chunk, planned, updated in triples
+        if chunk.trainable
+    )
+    return {buffer.id: buffer for buffer in found}
+
+
+def name_transients(
+    plan: Plan, model: Model, layout: Layout, *, num_microbatches: int
 ) -> Mapping[BufferId, Buffer]:
-    """Name the states with a home and every other buffer that the tasks touch."""
-    touched = {buffer for task in tasks for buffer, _ in (*reads_of(task), *writes_of(task))}
-    transient = [
-        *_gradients(plan, layout),
+    """Name whatever else may live inside a step: norms, tied sums, and values of all kinds."""
+    found = (
         *_norms(plan, layout),
         *_tied_sums(plan, model, layout),
         *(
@@ -89,9 +104,8 @@ def name_buffers(
             for index in range(num_microbatches)
             for buffer in _activations(plan, model, index)
         ),
-    ]
-    named = {buffer.id: buffer for buffer in transient if buffer.id in touched}
-    return {**name_states(plan, layout), **named}
+    )
+    return {buffer.id: buffer for buffer in found}
 
 
 def find_rests(
@@ -170,20 +184,6 @@ def _pools(plan: Plan, *tiers: TierName) -> Mapping[TierName, PoolId]:
 
 def _state_bytes(layout: Layout, state: str, chunk: Chunk) -> int:
     return chunk.num_elements * ITEM_BYTES[layout.dtypes[state]]
-
-
-def _gradients(plan: Plan, layout: Layout) -> Iterable[Buffer]:
-    triples: Iterable[tuple[Chunk, ChunkPlan, TierName]] = zip(
-        layout.chunks, plan.chunks, plan.update_tiers, strict=True
-    )
-    for chunk, planned, updated in triples:
-        if chunk.trainable:
-            yield Buffer(
-                id=state_id("grad", chunk.id),
-                size_bytes=_state_bytes(layout, "grad", chunk),
-                pools=_pools(plan, planned.gradients.value, updated),
-                home=None,
-            )
 
 
 def _norms(plan: Plan, layout: Layout) -> Iterable[Buffer]:

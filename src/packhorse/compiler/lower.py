@@ -5,10 +5,14 @@ the state in which it began (a load fills it, a save leaves it).
 
     chunks -> layout -> compute order -> norms and updates -> residency -> frees
     -> cache -> pools -> prefetch
+
+Whoever lowers many plans of one model has a `Lowerer`: up to the residency pass, most of what they
+are made of is the same.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, assert_never
@@ -17,8 +21,9 @@ from packhorse.compiler.buffers import (
     HEAP,
     find_rests,
     heap_pool,
-    name_buffers,
+    name_gradients,
     name_states,
+    name_transients,
     size_pools,
 )
 from packhorse.compiler.durability import slot_bytes, states_written_behind
@@ -37,10 +42,24 @@ from packhorse.model.spec import Model
 from packhorse.plan.spec import Plan
 from packhorse.program.buffers import Buffer, BufferId, Layout
 from packhorse.program.program import Program, ProgramKind
-from packhorse.program.tasks import Task
+from packhorse.program.tasks import Task, reads_of, writes_of
 
 HOISTED: Final[tuple[ProgramKind, ...]] = ("train_step", "evaluate", "save")
 """What brings states into the device for work; other kinds only carry them through."""
+
+
+# What depends on the order of compute tasks is kept for so many orders.
+_KEPT_ORDERS: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ordered:
+    # Compute tasks in their order, with norms and updates, and what they touch beside states with
+    # a home: `transients` of it for any plan that has as large a heap and the same boundaries.
+    tasks: tuple[Task, ...]
+    touched: frozenset[BufferId]
+    transients: Mapping[BufferId, Buffer]
+    num_microbatches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,128 +73,216 @@ class _Draft:
 def lower_plan(
     plan: Plan, model: Model, kind: ProgramKind, *, eval_microbatches: int | None = None
 ) -> Program:
-    """Lower a plan to a program.
+    """Lower one plan to a program; see `Lowerer.lower`."""
+    return Lowerer(model).lower(plan, kind, eval_microbatches=eval_microbatches)
+
+
+class Lowerer:
+    """Lowers plans of one model; what they have in common is worked out once.
 
     Args:
-        plan: every decision; it must speak of `model`.
-        model: traced at the plan's micro-batch shape.
-        kind: what the program is for.
-        eval_microbatches: micro-batches of an evaluation; None takes as many as a training step.
-
-    Raises:
-        MismatchError: the plan was made for another model; names the first difference.
-        RefusedError: the plan contradicts itself, or a training step has nothing to train.
-        DoesNotFitError: the device budget is used up before any chunk has a place.
-        InputError: `eval_microbatches` is not positive, or given for another kind.
+        model: traced at the plans' micro-batch shape.
     """
-    if eval_microbatches is not None and (kind != "evaluate" or eval_microbatches < 1):
-        raise InputError(
-            f"eval_microbatches is {eval_microbatches} for a program of kind {kind}",
-            fix="give a positive number, and only for an evaluation",
-        )
-    check_lowering(plan, model)
-    layout = lay_out_chunks(plan, model)
-    draft = _draft(plan, model, layout, kind, eval_microbatches)
-    pools = size_pools(
-        plan, _heap_bytes(plan, model, layout, kind, draft), slot_bytes(plan, layout)
-    )
-    return Program(
-        kind=kind,
-        model=model.fingerprint,
-        rank=0,
-        num_microbatches=draft.num_microbatches,
-        pools=pools,
-        workspace_pool=heap_pool(plan),
-        buffers=draft.buffers,
-        layout=layout,
-        tasks=hoist_copies(
-            draft.tasks,
-            draft.buffers,
-            pools,
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._layouts: dict[object, Layout] = {}
+        self._orders: OrderedDict[object, _Ordered] = OrderedDict()
+        self._heap_bytes: dict[object, int] = {}
+
+    def lower(
+        self, plan: Plan, kind: ProgramKind, *, eval_microbatches: int | None = None
+    ) -> Program:
+        """Lower a plan to a program.
+
+        Args:
+            plan: every decision; it must speak of the model.
+            kind: what the program is for.
+            eval_microbatches: micro-batches of an evaluation; None takes as many as a training
+                step.
+
+        Raises:
+            MismatchError: the plan was made for another model; names the first difference.
+            RefusedError: the plan contradicts itself, or a training step has nothing to train.
+            DoesNotFitError: the device budget is used up before any chunk has a place.
+            InputError: `eval_microbatches` is not positive, or given for another kind.
+        """
+        if eval_microbatches is not None and (kind != "evaluate" or eval_microbatches < 1):
+            raise InputError(
+                f"eval_microbatches is {eval_microbatches} for a program of kind {kind}",
+                fix="give a positive number, and only for an evaluation",
+            )
+        check_lowering(plan, self._model)
+        layout = self._lay_out(plan)
+        draft = self._draft(plan, layout, kind, eval_microbatches)
+        pools = size_pools(plan, self._size_heap(plan, layout), slot_bytes(plan, layout))
+        return Program(
+            kind=kind,
+            model=self._model.fingerprint,
+            rank=0,
+            num_microbatches=draft.num_microbatches,
+            pools=pools,
             workspace_pool=heap_pool(plan),
-            depth=plan.prefetch.value if kind in HOISTED else 0,
-        ),
-    )
+            buffers=draft.buffers,
+            layout=layout,
+            tasks=hoist_copies(
+                draft.tasks,
+                draft.buffers,
+                pools,
+                workspace_pool=heap_pool(plan),
+                depth=plan.prefetch.value if kind in HOISTED else 0,
+            ),
+        )
 
+    def _lay_out(self, plan: Plan) -> Layout:
+        key = (
+            tuple((chunk.pieces, chunk.group, chunk.trainable) for chunk in plan.chunks),
+            plan.optimizer,
+            plan.numerics.compute_dtype,
+        )
+        if key not in self._layouts:
+            self._layouts[key] = lay_out_chunks(plan, self._model)
+        return self._layouts[key]
 
-def _draft(
-    plan: Plan,
-    model: Model,
-    layout: Layout,
-    kind: ProgramKind,
-    eval_microbatches: int | None = None,
-) -> _Draft:
-    match kind:
-        case "train_step":
-            _check_trains(model)
-            tasks = add_updates(
-                order_train_step(
-                    model,
-                    layout,
-                    recomputed=[
-                        block.id
-                        for block, planned in zip(model.blocks, plan.blocks, strict=True)
-                        if planned.activations.value == "recompute"
-                    ],
-                    num_microbatches=plan.numerics.num_microbatches,
-                    order=plan.order.value,
-                    tied_sum=plan.numerics.tied_sum,
-                ),
-                layout,
-                plan.optimizer,
-                place_updates(plan),
+    def _draft(
+        self, plan: Plan, layout: Layout, kind: ProgramKind, eval_microbatches: int | None
+    ) -> _Draft:
+        match kind:
+            case "train_step":
+                return _place(plan, self._model, layout, self._order_step(plan, layout))
+            case "evaluate":
+                count = eval_microbatches or plan.numerics.num_microbatches
+                return _place(
+                    plan, self._model, layout, self._order_evaluation(plan, layout, count)
+                )
+            case "load":
+                states = name_states(plan, layout)
+                return _Draft(tasks=order_load(states, states), buffers=states, num_microbatches=0)
+            case "save":
+                states = name_states(plan, layout)
+                return _Draft(tasks=order_save(states, states), buffers=states, num_microbatches=0)
+            case "persist":
+                states = name_states(plan, layout)
+                behind = states_written_behind(plan, layout)
+                return _Draft(tasks=order_save(behind, states), buffers=states, num_microbatches=0)
+            case "restore":
+                states = name_states(plan, layout)
+                missing = [name for name, buffer in states.items() if buffer.home != "disk"]
+                return _Draft(tasks=order_load(missing, states), buffers=states, num_microbatches=0)
+            case _:
+                assert_never(kind)
+
+    def _step_key(self, plan: Plan, layout: Layout) -> object:
+        # All that tells the compute tasks of a step, and the buffers inside it, apart.
+        return (
+            id(layout),
+            tuple(block.activations.value for block in plan.blocks),
+            plan.numerics.num_microbatches,
+            plan.numerics.tied_sum,
+            plan.order.value,
+            plan.boundaries.value,
+            plan.heap.value,
+            # Whether parameters are at home matters only where they are updated in the host.
+            tuple((p.tier, p.tier == "host" and p.parameters_home) for p in place_updates(plan)),
+        )
+
+    def _order_step(self, plan: Plan, layout: Layout) -> _Ordered:
+        _check_trains(self._model)
+        key = self._step_key(plan, layout)
+        found = self._find_order(key)
+        if found is not None:
+            return found
+        tasks = order_train_step(
+            self._model,
+            layout,
+            recomputed=[
+                block.id
+                for block, planned in zip(self._model.blocks, plan.blocks, strict=True)
+                if planned.activations.value == "recompute"
+            ],
+            num_microbatches=plan.numerics.num_microbatches,
+            order=plan.order.value,
+            tied_sum=plan.numerics.tied_sum,
+        )
+        tasks = add_updates(tasks, layout, plan.optimizer, place_updates(plan))
+        return self._keep_order(key, plan, layout, tasks, plan.numerics.num_microbatches)
+
+    def _evaluation_key(self, plan: Plan, layout: Layout, count: int) -> object:
+        together = _num_together(plan)
+        return (id(layout), count, together, plan.boundaries.value, plan.heap.value)
+
+    def _order_evaluation(self, plan: Plan, layout: Layout, count: int) -> _Ordered:
+        key = self._evaluation_key(plan, layout, count)
+        found = self._find_order(key)
+        if found is not None:
+            return found
+        tasks = order_evaluation(
+            self._model, layout, num_microbatches=count, num_together=_num_together(plan)
+        )
+        return self._keep_order(key, plan, layout, tasks, count)
+
+    def _find_order(self, key: object) -> _Ordered | None:
+        if key in self._orders:
+            self._orders.move_to_end(key)
+        return self._orders.get(key)
+
+    def _keep_order(
+        self, key: object, plan: Plan, layout: Layout, tasks: tuple[Task, ...], count: int
+    ) -> _Ordered:
+        touched = frozenset(
+            buffer for task in tasks for buffer, _ in (*reads_of(task), *writes_of(task))
+        )
+        transients = name_transients(plan, self._model, layout, num_microbatches=count)
+        self._orders[key] = _Ordered(
+            tasks=tasks,
+            touched=touched,
+            transients={name: each for name, each in transients.items() if name in touched},
+            num_microbatches=count,
+        )
+        if len(self._orders) > _KEPT_ORDERS:
+            self._orders.popitem(last=False)
+        return self._orders[key]
+
+    def _size_heap(self, plan: Plan, layout: Layout) -> int:
+        # A kept heap never shrinks, so all programs of a plan share one size: the largest of
+        # theirs. Micro-batches of an evaluation that do not go together are alike, and nothing
+        # stays between them: those of one round tell it. Where states of chunks lie tells nothing:
+        # they have a pool of their own.
+        if plan.heap.value == "map":
+            return 0
+        count = _num_together(plan)
+        heaps = [
+            self._peak_of_heap(
+                self._evaluation_key(plan, layout, count), plan, layout, "evaluate", count
             )
-            return _place(plan, model, layout, tasks, plan.numerics.num_microbatches)
-        case "evaluate":
-            count = eval_microbatches or plan.numerics.num_microbatches
-            tasks = order_evaluation(
-                model, layout, num_microbatches=count, num_together=_num_together(plan)
-            )
-            return _place(plan, model, layout, tasks, count)
-        case "load":
-            states = name_states(plan, layout)
-            return _Draft(tasks=order_load(states, states), buffers=states, num_microbatches=0)
-        case "save":
-            states = name_states(plan, layout)
-            return _Draft(tasks=order_save(states, states), buffers=states, num_microbatches=0)
-        case "persist":
-            states = name_states(plan, layout)
-            behind = states_written_behind(plan, layout)
-            return _Draft(tasks=order_save(behind, states), buffers=states, num_microbatches=0)
-        case "restore":
-            states = name_states(plan, layout)
-            missing = [name for name, buffer in states.items() if buffer.home != "disk"]
-            return _Draft(tasks=order_load(missing, states), buffers=states, num_microbatches=0)
-        case _:
-            assert_never(kind)
+        ]
+        if self._model.num_trainable:
+            key = self._step_key(plan, layout)
+            heaps.append(self._peak_of_heap(key, plan, layout, "train_step", None))
+        return max(heaps)
+
+    def _peak_of_heap(
+        self, key: object, plan: Plan, layout: Layout, kind: ProgramKind, count: int | None
+    ) -> int:
+        if key not in self._heap_bytes:
+            draft = self._draft(plan, layout, kind, count)
+            replayed = replay_pools(draft.tasks, draft.buffers, workspace_pool=HEAP)
+            self._heap_bytes[key] = replayed.peak_bytes[HEAP]
+        return self._heap_bytes[key]
 
 
-def _place(
-    plan: Plan, model: Model, layout: Layout, tasks: tuple[Task, ...], num_microbatches: int
-) -> _Draft:
-    buffers = name_buffers(plan, model, layout, tasks, num_microbatches=num_microbatches)
-    rests = find_rests(plan, model, layout, num_microbatches=num_microbatches)
-    tasks = add_frees(add_residency(tasks, buffers, rests), buffers)
+def _place(plan: Plan, model: Model, layout: Layout, ordered: _Ordered) -> _Draft:
+    gradients = {
+        name: buffer
+        for name, buffer in name_gradients(plan, layout).items()
+        if name in ordered.touched
+    }
+    buffers = {**name_states(plan, layout), **gradients, **ordered.transients}
+    rests = find_rests(plan, model, layout, num_microbatches=ordered.num_microbatches)
+    tasks = add_frees(add_residency(ordered.tasks, buffers, rests), buffers)
     if plan.cache.value == "valleys":
         tasks = keep_in_valleys(tasks, buffers, workspace_pool=heap_pool(plan))
-    return _Draft(tasks=tasks, buffers=buffers, num_microbatches=num_microbatches)
-
-
-def _heap_bytes(plan: Plan, model: Model, layout: Layout, kind: ProgramKind, draft: _Draft) -> int:
-    # A kept heap never shrinks, so all programs of a plan share one size: the largest of theirs.
-    # Micro-batches of an evaluation that do not go together are alike, and nothing stays between
-    # them: those of one round tell it.
-    if plan.heap.value == "map":
-        return 0
-    drafts = [_draft(plan, model, layout, "evaluate", _num_together(plan))]
-    if kind == "train_step":
-        drafts.append(draft)
-    elif model.num_trainable:
-        drafts.append(_draft(plan, model, layout, "train_step"))
-    return max(
-        replay_pools(each.tasks, each.buffers, workspace_pool=HEAP).peak_bytes[HEAP]
-        for each in drafts
-    )
+    return _Draft(tasks=tasks, buffers=buffers, num_microbatches=ordered.num_microbatches)
 
 
 def _num_together(plan: Plan) -> int:

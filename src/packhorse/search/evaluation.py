@@ -34,13 +34,17 @@ USUAL_DEPTH: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The exact outcome of one state; `need_bytes` is the smallest budget of each tier."""
+    """The exact outcome of one state; `need_bytes` is the smallest budget of each tier.
+
+    `unhurried_ns` is the time of the step with each copy at its use, None where that was not tried.
+    """
 
     setting: Setting
     taken: tuple[bool, ...]
     prefetch: int
     need_bytes: Mapping[TierName, int]
     step_ns: int
+    unhurried_ns: int | None
     num_tasks: int
 
     def fits(self, budget_bytes: Mapping[TierName, int]) -> bool:
@@ -116,6 +120,7 @@ class Evaluator:
             prefetch=depth,
             need_bytes=need_bytes,
             step_ns=step_ns,
+            unhurried_ns=times_ns[depths.index(0)] if 0 in depths else None,
             num_tasks=len(program.tasks),
         )
 
@@ -123,13 +128,18 @@ class Evaluator:
         key = (id(setting), taken, ())
         if self._last is None or self._last[0] != key:
             plan = short_plan(self.problem, setting, taken)
-            program = lower_plan(plan, setting.model, "train_step")
+            program = self.lowerer_of(setting.model).lower(plan, "train_step")
             self.num_tasks += len(program.tasks)
             self._settings.append(setting)
             if not any(taken):
                 self._starts[id(setting)] = program
             self._last = (key, plan, program)
         return self._last[1:]
+
+    def lowerer_of(self, model: Model) -> Lowerer:
+        """What lowers all plans of a model."""
+        # The model is held, so that no other one can come to the same id.
+        return self._lowerers.setdefault(id(model), (model, Lowerer(model)))[1]
 
     def start_program(self, setting: Setting) -> Program:
         """The training step of the state in which no move is taken."""

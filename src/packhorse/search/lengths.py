@@ -27,7 +27,7 @@ from math import ceil, inf
 from typing import Final
 
 from packhorse.compiler.chunks import ProposedChunk
-from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.lower import Lowerer
 from packhorse.compiler.peak import peak_of
 from packhorse.machine.spec import Link, Machine, TierName
 from packhorse.search.cache import Accesses, simulate_cache, trace_accesses, widest_bytes
@@ -75,11 +75,12 @@ class Lengths:
         if len(lengths) == 1 or not away:
             # Without another tier nothing moves, whatever the length.
             return lengths[:1]
-        cuts = self._cut(candidate, lengths)
+        lowerer = Lowerer(candidate.model)
+        cuts = self._cut(candidate, lengths, lowerer)
         widths = {cut.chunk_bytes: float(widest_bytes(cut.accesses)) for cut in cuts}
         chosen = {_longest_near(widths, LEAN)}
         for recomputes in (False, True):
-            room_bytes = self._room_bytes(candidate, lengths[0], recomputes=recomputes)
+            room_bytes = self._room_bytes(candidate, lengths[0], lowerer, recomputes=recomputes)
             if room_bytes >= _total_bytes(cuts[0].accesses):
                 # Nothing has to leave.
                 return lengths[:1]
@@ -93,7 +94,9 @@ class Lengths:
                 chosen.add(_longest_near(costs, NEAR))
         return tuple(sorted(chosen, reverse=True))
 
-    def _cut(self, candidate: Candidate, lengths: Sequence[int]) -> tuple[_Cut, ...]:
+    def _cut(
+        self, candidate: Candidate, lengths: Sequence[int], lowerer: Lowerer
+    ) -> tuple[_Cut, ...]:
         model = candidate.model
         count = min(self._problem.global_batch_rows // model.rows, MODEL_MICROBATCHES)
         # Candidates differ in rows and loss, rarely in what their blocks use.
@@ -105,7 +108,7 @@ class Lengths:
                 if cuts and setting.chunks == cuts[-1].chunks:
                     continue
                 plan = short_plan(self._problem, setting, [False] * len(setting.moves))
-                program = lower_plan(plan, model, "train_step")
+                program = lowerer.lower(plan, "train_step")
                 cuts.append(
                     _Cut(
                         chunk_bytes=length,
@@ -116,12 +119,14 @@ class Lengths:
             self._cuts[key] = tuple(cuts)
         return self._cuts[key]
 
-    def _room_bytes(self, candidate: Candidate, chunk_bytes: int, *, recomputes: bool) -> int:
+    def _room_bytes(
+        self, candidate: Candidate, chunk_bytes: int, lowerer: Lowerer, *, recomputes: bool
+    ) -> int:
         # What the budget leaves to states of chunks. A kept heap holds everything else, apart.
         setting = make_setting(self._problem, candidate, heap="keep", chunk_bytes=chunk_bytes)
         taken = [recomputes and move.kind == "recompute" for move in setting.moves]
         plan = short_plan(self._problem, setting, taken)
-        program = lower_plan(plan, candidate.model, "train_step")
+        program = lowerer.lower(plan, "train_step")
         heap_bytes = peak_of(program)[program.workspace_pool] * (1 + setting.heap_slack)
         device = self._problem.machine.tier("device")
         budget_bytes = 0 if device is None else device.budget_bytes

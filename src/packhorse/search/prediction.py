@@ -17,7 +17,7 @@ from typing import Final
 
 from packhorse.compiler.buffers import HEAP
 from packhorse.compiler.durability import kept_bytes_per_step, slot_bytes
-from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.lower import Lowerer
 from packhorse.compiler.peak import peak_of
 from packhorse.machine.spec import Machine, TierName
 from packhorse.model.spec import Model
@@ -57,8 +57,9 @@ def predict_plan(plan: Plan, model: Model, profile: Profile, machine: Machine) -
         InputError: the machine lacks a rate that the plan needs.
     """
     count = plan.numerics.num_microbatches
-    step = _simulate(plan, model, profile, machine, "train_step", count)
-    evaluation = _simulate(plan, model, profile, machine, "evaluate", count)
+    lowerer = Lowerer(model)
+    step = _simulate(plan, model, profile, machine, lowerer, "train_step", count)
+    evaluation = _simulate(plan, model, profile, machine, lowerer, "evaluate", count)
     tasks = step.program.tasks
     weights = weights_of(tasks, count)
     time_ns: dict[str, int] = {}
@@ -94,9 +95,10 @@ def predict_evaluation_ns(
     Raises:
         MismatchError: the plan or profile belongs to another model.
     """
+    lowerer = Lowerer(model)
 
     def time_ns(count: int) -> int:
-        return _simulate(plan, model, profile, machine, "evaluate", count).whole_ns
+        return _simulate(plan, model, profile, machine, lowerer, "evaluate", count).whole_ns
 
     if plan.order.value == "depth_first":
         return time_ns(num_microbatches)
@@ -114,6 +116,7 @@ def _simulate(
     model: Model,
     profile: Profile,
     machine: Machine,
+    lowerer: Lowerer,
     kind: ProgramKind,
     num_microbatches: int,
 ) -> _Simulated:
@@ -126,7 +129,7 @@ def _simulate(
         prefetch=NO_PREFETCH,
     )
     evaluated = count_modelled(order, num_microbatches) if kind == "evaluate" else None
-    program = lower_plan(short, model, kind, eval_microbatches=evaluated)
+    program = lowerer.lower(short, kind, eval_microbatches=evaluated)
     costs = TaskCosts(
         machine=machine, profile=profile, model=model, program=program, heap=plan.heap.value
     )

@@ -30,7 +30,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from packhorse.compiler.lower import lower_plan
 from packhorse.machine.spec import TierName
 from packhorse.program.buffers import BufferId, PoolId
 from packhorse.program.lanes import assign_lanes
@@ -151,7 +150,7 @@ def make_sketch(evaluator: Evaluator, setting: Setting) -> Sketch:
     start_taken = [False] * len(setting.moves)
     start = _trace(problem, setting, evaluator.start_program(setting), slots)
     ends: dict[TierName, _Trace] = {
-        tier: _trace(problem, setting, _lower_end(problem, setting, tier), slots)
+        tier: _trace(problem, setting, _lower_end(evaluator, setting, tier), slots)
         for tier in find_away_tiers(problem.machine) or ("device",)
     }
     pools = [pool.id for pool in start.program.pools if pool.tier == "device"]
@@ -203,9 +202,10 @@ def make_sketch(evaluator: Evaluator, setting: Setting) -> Sketch:
     )
 
 
-def _lower_end(problem: Problem, setting: Setting, tier: TierName) -> Program:
+def _lower_end(evaluator: Evaluator, setting: Setting, tier: TierName) -> Program:
     taken = [move.tier == tier or move.kind == "recompute" for move in setting.moves]
-    return lower_plan(short_plan(problem, setting, taken), setting.model, "train_step")
+    plan = short_plan(evaluator.problem, setting, taken)
+    return evaluator.lowerer_of(setting.model).lower(plan, "train_step")
 
 
 def _trace(problem: Problem, setting: Setting, program: Program, slots: frozenset[int]) -> _Trace:

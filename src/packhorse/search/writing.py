@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from packhorse.compiler.durability import list_kinds
-from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.lower import Lowerer
 from packhorse.machine.spec import TierName
 from packhorse.model.spec import Model
 from packhorse.plan.spec import Plan
@@ -82,5 +82,6 @@ def prove_plan(plan: Plan, model: Model) -> None:
     """
     count = count_modelled(plan.order.value, plan.numerics.num_microbatches)
     short = replace(plan, numerics=replace(plan.numerics, num_microbatches=count))
+    lowerer = Lowerer(model)
     for kind in list_kinds(plan):
-        verify_program(lower_plan(short, model, kind), model)
+        verify_program(lowerer.lower(short, kind), model)
