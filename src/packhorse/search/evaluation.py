@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.lower import Lowerer
 from packhorse.compiler.peak import peak_of
 from packhorse.machine.spec import Machine, TierName
+from packhorse.model.spec import Model
 from packhorse.plan.spec import Order, Plan
 from packhorse.program.program import Program, ProgramKind
 from packhorse.search.space import UNLIMITED_BYTES, Problem, Setting, build_plan
@@ -72,6 +73,7 @@ class Evaluator:
         self._known: dict[_Key, Evaluation] = {}
         self._needs: dict[_Key, Mapping[TierName, int]] = {}
         self._starts: dict[int, Program] = {}
+        self._lowerers: dict[int, tuple[Model, Lowerer]] = {}
         # The program of the last state: it is often looked at again, at other depths.
         self._last: tuple[_Key, Plan, Program] | None = None
         # Keeps the settings alive whose ids are keys.
@@ -154,7 +156,7 @@ class Evaluator:
             plan = short_plan(self.problem, setting, evaluation.taken)
             needs = dict(evaluation.need_bytes)
             for kind in OTHER_KINDS:
-                program = lower_plan(plan, setting.model, kind)
+                program = self.lowerer_of(setting.model).lower(plan, kind)
                 self.num_tasks += len(program.tasks)
                 for tier, need in need_of(plan, program).items():
                     needs[tier] = max(needs.get(tier, 0), need)
