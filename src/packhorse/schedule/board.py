@@ -72,14 +72,14 @@ class Board:
     def time(self, orders: Sequence[Sequence[int]]) -> int | None:
         """Give the makespan in ns; None where tasks wait for each other for ever."""
         ends_ns = self.ends_of(orders)
-        return None if ends_ns is None else max((end for end in ends_ns if end), default=0)
+        return None if ends_ns is None else max(0, *ends_ns)
 
     def ends_of(self, orders: Sequence[Sequence[int]]) -> list[int] | None:
-        """Give the end of each code's task in ns, 0 for codes that are not there."""
+        """Give the end of each code's task in ns, -1 for codes that are not there."""
         stages, count = self.num_stages, self.num_microbatches
         rows = stages * count
         durations_ns, ranks, send_ns = self.durations_ns, self.ranks, self.send_ns
-        ends_ns = [0] * (4 * rows)
+        ends_ns = [-1] * (4 * rows)
         places, clocks_ns = [0] * self.num_ranks, [0] * self.num_ranks
         # The rank that waits for a stage's value, by forward and backward and microbatch.
         waiting: dict[int, int] = {}
@@ -96,7 +96,7 @@ class Board:
                 if kind == FORWARD:
                     if stage:
                         arrival_ns = ends_ns[code - count]
-                        if not arrival_ns:
+                        if arrival_ns < 0:
                             waiting[code - count] = rank
                             break
                         if ranks[stage - 1] != rank:
@@ -104,16 +104,16 @@ class Board:
                         clock_ns = max(clock_ns, arrival_ns)
                     after = code + count if stage + 1 < stages else -1
                 elif kind == WEIGHT_GRAD:
-                    if not ends_ns[code - rows]:
+                    if ends_ns[code - rows] < 0:
                         break
                     after = -1
                 else:
-                    if not ends_ns[stage * count + microbatch]:
+                    if ends_ns[stage * count + microbatch] < 0:
                         break
                     if stage + 1 < stages:
                         whole = (stages + stage + 1) * count + microbatch
-                        arrival_ns = ends_ns[whole] or ends_ns[whole + rows]
-                        if not arrival_ns:
+                        arrival_ns = max(ends_ns[whole], ends_ns[whole + rows])
+                        if arrival_ns < 0:
                             waiting[whole] = rank
                             break
                         if ranks[stage + 1] != rank:
