@@ -128,9 +128,8 @@ def _take_schedule(made: object, call: str) -> Schedule:
             where=call,
             fix=_SHAPE,
         )
-    # What a person writes need not be what the types say.
-    placement = cast("object", made.placement)
-    orders = cast("object", made.orders)
+    placement = cast("object", made.placement)  # a person's values, not what the types say
+    orders = cast("object", made.orders)  # likewise
     if not _is_mapping(placement) or not _is_list(orders):
         raise InputError(
             f"placement is a {type(placement).__name__} and orders a {type(orders).__name__}",
