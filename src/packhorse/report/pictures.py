@@ -19,11 +19,13 @@ from packhorse.program.tasks import Lane
 from packhorse.report.axes import byte_ticks, time_ticks
 from packhorse.report.colours import colour_of, ink_on
 from packhorse.report.strips import Strip, cut_strips
+from packhorse.report.svg import CHAR, WIDTH, draw_page
+from packhorse.report.svg import draw_box as _rect
+from packhorse.report.svg import draw_text as _text
 from packhorse.timeline.names import KINDS, LANES, words_for
 from packhorse.timeline.spec import MemoryPoint, Timeline
 from packhorse.units import format_bytes, format_ns, format_percent
 
-WIDTH: Final = 1120
 _LEFT: Final = 128
 _RIGHT: Final = 24
 _PLOT: Final = WIDTH - _LEFT - _RIGHT
@@ -31,32 +33,6 @@ _LANE: Final = 30
 _LANE_GAP: Final = 8
 _POOL: Final = 96
 _POOL_GAP: Final = 40
-_CHAR: Final = 6.2  # width of a 11 px sans-serif character, on the safe side
-
-_STYLE: Final = """
-  .page { fill: #ffffff; stroke: #d8dee4 }
-  .ink { fill: #1f2328 }
-  .soft { fill: #59636e }
-  .grid { stroke: #d8dee4 }
-  .row { fill: #f3f5f7 }
-  .area { fill: #3b7dd8; fill-opacity: 0.22 }
-  .curve { stroke: #2a63b3; fill: none }
-  .limit { stroke: #c4314b; stroke-dasharray: 6 4 }
-  .limit-ink { fill: #b02a43 }
-  @media (prefers-color-scheme: dark) {
-    .page { fill: #14171c; stroke: #30363d }
-    .ink { fill: #e6edf3 }
-    .soft { fill: #9aa4af }
-    .grid { stroke: #30363d }
-    .row { fill: #1c2128 }
-    .area { fill: #5b9bf0; fill-opacity: 0.28 }
-    .curve { stroke: #7db2f7 }
-    .limit { stroke: #f0718a }
-    .limit-ink { fill: #f58a9f }
-  }
-  text { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif }
-  .title { font-size: 15px; font-weight: 600 }
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +88,7 @@ def draw_timeline(
         pool_top = bottom + 24 + _POOL_GAP - 14 + at * (_POOL + _POOL_GAP)
         parts += _draw_pool(pool, timeline.memory[pool], capacities.get(pool), scale, pool_top)
     height = pools_bottom + 16 if pools else bottom + 36
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
-        f' width="{WIDTH}" height="{height}" role="img">\n'
-        f"<style>{_STYLE}</style>\n"
-        f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
+    return draw_page(height, parts)
 
 
 def _draw_head(timeline: Timeline, title: str) -> list[str]:
@@ -145,7 +114,7 @@ def _draw_legend(timeline: Timeline) -> tuple[list[str], int]:
     x, y = float(_RIGHT), 58
     for kind in kinds:
         label = f"{words_for(kind)} {format_ns(totals[kind])}"
-        width = 16 + _CHAR * len(label) + 18
+        width = 16 + CHAR * len(label) + 18
         if x + width > WIDTH - _RIGHT and x > _RIGHT:
             x, y = float(_RIGHT), y + 20
         parts.append(_rect(x, y - 9, 10, 10, colour_of(kind), radius=2))
@@ -185,7 +154,7 @@ def _draw_lane(
         box = _rect(x, y + 1, shown, _LANE - 2, colour, radius=2 if width > 6 else 0)
         parts.append(f"<g><title>{escape(tip)}</title>{box}</g>")
         label = next(
-            (text for text in (strip.name, strip.short) if _CHAR * len(text) + 6 < width), ""
+            (text for text in (strip.name, strip.short) if CHAR * len(text) + 6 < width), ""
         )
         if label:
             middle = x + shown / 2
@@ -265,16 +234,3 @@ def _trace(
 def _column(low: int, high: int, last: int, height_of: Callable[[float], float]) -> list[str]:
     ordered = [stop for stop in dict.fromkeys((low, high)) if stop != last] + [last]
     return [f"V{height_of(stop):.1f}" for stop in ordered]
-
-
-def _rect(x: float, y: float, width: float, height: float, colour: str, *, radius: int = 0) -> str:
-    corner = f' rx="{radius}"' if radius else ""
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-        f' fill="{colour}"{corner}/>'
-    )
-
-
-def _text(x: float, y: float, text: str, style: str, *, anchor: str = "start") -> str:
-    where = "" if anchor == "start" else f' text-anchor="{anchor}"'
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}"{where}>{escape(text)}</text>'
