@@ -35,7 +35,7 @@ from packhorse.compiler.passes.order import order_evaluation, order_train_step
 from packhorse.compiler.passes.prefetch import hoist_copies
 from packhorse.compiler.passes.residency import add_residency
 from packhorse.compiler.passes.states import order_load, order_save
-from packhorse.compiler.passes.updates import add_updates, place_updates
+from packhorse.compiler.passes.updates import add_updates, place_updates, takes_norm_to_host
 from packhorse.compiler.replay import replay_pools
 from packhorse.errors import InputError, RefusedError
 from packhorse.model.spec import Model
@@ -88,6 +88,7 @@ class Lowerer:
         self._model = model
         self._layouts: dict[object, Layout] = {}
         self._orders: OrderedDict[object, _Ordered] = OrderedDict()
+        self._transients: dict[object, Mapping[BufferId, Buffer]] = {}
         self._heap_bytes: dict[object, int] = {}
 
     def lower(
@@ -115,7 +116,8 @@ class Lowerer:
         check_lowering(plan, self._model)
         layout = self._lay_out(plan)
         draft = self._draft(plan, layout, kind, eval_microbatches)
-        pools = size_pools(plan, self._size_heap(plan, layout), slot_bytes(plan, layout))
+        heap_bytes = self._size_heap(plan, layout, kind, draft)
+        pools = size_pools(plan, heap_bytes, slot_bytes(plan, layout))
         return Program(
             kind=kind,
             model=self._model.fingerprint,
@@ -232,7 +234,7 @@ class Lowerer:
         touched = frozenset(
             buffer for task in tasks for buffer, _ in (*reads_of(task), *writes_of(task))
         )
-        transients = name_transients(plan, self._model, layout, num_microbatches=count)
+        transients = self._name_transients(plan, layout, count)
         self._orders[key] = _Ordered(
             tasks=tasks,
             touched=touched,
@@ -243,32 +245,44 @@ class Lowerer:
             self._orders.popitem(last=False)
         return self._orders[key]
 
-    def _size_heap(self, plan: Plan, layout: Layout) -> int:
+    def _name_transients(self, plan: Plan, layout: Layout, count: int) -> Mapping[BufferId, Buffer]:
+        places = place_updates(plan)
+        key = (
+            id(layout),
+            count,
+            plan.boundaries.value,
+            plan.heap.value,
+            takes_norm_to_host(plan.optimizer, places, layout),
+        )
+        if key not in self._transients:
+            self._transients[key] = name_transients(
+                plan, self._model, layout, num_microbatches=count
+            )
+        return self._transients[key]
+
+    def _size_heap(self, plan: Plan, layout: Layout, kind: ProgramKind, draft: _Draft) -> int:
         # A kept heap never shrinks, so all programs of a plan share one size: the largest of
         # theirs. Micro-batches of an evaluation that do not go together are alike, and nothing
         # stays between them: those of one round tell it. Where states of chunks lie tells nothing:
         # they have a pool of their own.
         if plan.heap.value == "map":
             return 0
-        count = _num_together(plan)
-        heaps = [
-            self._peak_of_heap(
-                self._evaluation_key(plan, layout, count), plan, layout, "evaluate", count
-            )
-        ]
-        if self._model.num_trainable:
-            key = self._step_key(plan, layout)
-            heaps.append(self._peak_of_heap(key, plan, layout, "train_step", None))
-        return max(heaps)
-
-    def _peak_of_heap(
-        self, key: object, plan: Plan, layout: Layout, kind: ProgramKind, count: int | None
-    ) -> int:
+        together = _num_together(plan)
+        key = self._evaluation_key(plan, layout, together)
         if key not in self._heap_bytes:
-            draft = self._draft(plan, layout, kind, count)
-            replayed = replay_pools(draft.tasks, draft.buffers, workspace_pool=HEAP)
-            self._heap_bytes[key] = replayed.peak_bytes[HEAP]
-        return self._heap_bytes[key]
+            self._heap_bytes[key] = _peak_of_heap(self._draft(plan, layout, "evaluate", together))
+        heap_bytes = self._heap_bytes[key]
+        if not self._model.num_trainable:
+            return heap_bytes
+        key = self._step_key(plan, layout)
+        if key not in self._heap_bytes:
+            step = draft if kind == "train_step" else self._draft(plan, layout, "train_step", None)
+            self._heap_bytes[key] = _peak_of_heap(step)
+        return max(heap_bytes, self._heap_bytes[key])
+
+
+def _peak_of_heap(draft: _Draft) -> int:
+    return replay_pools(draft.tasks, draft.buffers, workspace_pool=HEAP).peak_bytes[HEAP]
 
 
 def _place(plan: Plan, model: Model, layout: Layout, ordered: _Ordered) -> _Draft:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.lower import Lowerer
 from packhorse.machine.spec import Machine
 from packhorse.model.spec import Model
 from packhorse.plan.pins import Pins
@@ -27,29 +27,35 @@ from packhorse.units import format_bytes, format_ns
 
 
 def choose_cache(
-    plan: Plan, model: Model, profile: Profile, machine: Machine, *, pins: Pins
+    plan: Plan,
+    model: Model,
+    profile: Profile,
+    machine: Machine,
+    *,
+    pins: Pins,
+    lowerer: Lowerer,
 ) -> Plan:
     """Give the plan with its cache: pinned, or the quicker one; of equals that which moves less."""
     without = replace(plan, cache=Choice(value="none", because=""))
     keeping = replace(plan, cache=Choice(value="valleys", because=""))
     if pins.cache is not None:
         return replace(plan, cache=Choice(value=pins.cache, because="pinned"))
-    before, after = _lower(without, model), _lower(keeping, model)
+    before, after = _lower(without, lowerer), _lower(keeping, lowerer)
     saved = Counter(_count_loads(before))
     saved.subtract(_count_loads(after))
     kept = [name for name, count in saved.items() if count > 0]
     if not kept:
         because = "there is no valley that something could stay in between two uses"
         return replace(plan, cache=Choice(value="none", because=because))
-    slow = predict_plan(without, model, profile, machine)
-    quick = predict_plan(keeping, model, profile, machine)
+    slow = predict_plan(without, model, profile, machine, lowerer=lowerer)
+    quick = predict_plan(keeping, model, profile, machine, lowerer=lowerer)
     gain_ns = slow.step_ns - quick.step_ns
     if gain_ns < 0:
         because = f"keeping {_count_chunks(kept)} between uses would be slower"
         return replace(plan, cache=Choice(value="none", because=because))
     size_bytes = sum(before.buffers[name].size_bytes for name in kept)
     because = (
-        f"cache: {_count_chunks(kept)}, {format_bytes(size_bytes)}, saves "
+        f"{_count_chunks(kept)}, {format_bytes(size_bytes)}, saves "
         f"{format_bytes(slow.disk_read_bytes - quick.disk_read_bytes)} read and "
         f"{format_bytes(slow.disk_written_bytes - quick.disk_written_bytes)} written per step: "
         + (f"{format_ns(gain_ns)} less" if gain_ns else "the step takes as long")
@@ -57,10 +63,10 @@ def choose_cache(
     return replace(plan, cache=Choice(value="valleys", because=because))
 
 
-def _lower(plan: Plan, model: Model) -> Program:
+def _lower(plan: Plan, lowerer: Lowerer) -> Program:
     count = count_modelled(plan.order.value, plan.numerics.num_microbatches)
     short = replace(plan, numerics=replace(plan.numerics, num_microbatches=count))
-    return lower_plan(short, model, "train_step")
+    return lowerer.lower(short, "train_step")
 
 
 def _count_chunks(kept: Iterable[BufferId]) -> str:

@@ -47,17 +47,27 @@ class _Simulated:
     peak_bytes: Mapping[TierName, Mapping[str, int]]
 
 
-def predict_plan(plan: Plan, model: Model, profile: Profile, machine: Machine) -> Prediction:
+def predict_plan(
+    plan: Plan,
+    model: Model,
+    profile: Profile,
+    machine: Machine,
+    *,
+    lowerer: Lowerer | None = None,
+) -> Prediction:
     """Predict one training step.
 
     A plan that needs more than its budgets is predicted as if they were what it needs.
+
+    Args:
+        lowerer: of the model, for who predicts several plans of it.
 
     Raises:
         MismatchError: the plan or profile belongs to another model.
         InputError: the machine lacks a rate that the plan needs.
     """
     count = plan.numerics.num_microbatches
-    lowerer = Lowerer(model)
+    lowerer = lowerer or Lowerer(model)
     step = _simulate(plan, model, profile, machine, lowerer, "train_step", count)
     evaluation = _simulate(plan, model, profile, machine, lowerer, "evaluate", count)
     tasks = step.program.tasks

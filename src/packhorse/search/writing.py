@@ -52,8 +52,11 @@ def write_plan(
     )
     candidate, machine = setting.candidate, problem.machine
     plan = place_updates(plan, candidate.model, candidate.profile, machine, pins=problem.pins)
-    plan = choose_cache(plan, candidate.model, candidate.profile, machine, pins=problem.pins)
-    prediction = predict_plan(plan, candidate.model, candidate.profile, machine)
+    lowerer = evaluator.lowerer_of(candidate.model)
+    plan = choose_cache(
+        plan, candidate.model, candidate.profile, machine, pins=problem.pins, lowerer=lowerer
+    )
+    prediction = predict_plan(plan, candidate.model, candidate.profile, machine, lowerer=lowerer)
     durable = choose_durable(
         replace(plan, prediction=prediction),
         candidate.model,
@@ -63,8 +66,8 @@ def write_plan(
         resumable=problem.resumable,
     )
     plan = replace(plan, durable=durable)
-    prove_plan(plan, setting.model)
-    prediction = predict_plan(plan, candidate.model, candidate.profile, machine)
+    prove_plan(plan, setting.model, lowerer=lowerer)
+    prediction = predict_plan(plan, candidate.model, candidate.profile, machine, lowerer=lowerer)
     disk = problem.machine.tier("disk")
     return replace(
         plan,
@@ -74,14 +77,17 @@ def write_plan(
     )
 
 
-def prove_plan(plan: Plan, model: Model) -> None:
+def prove_plan(plan: Plan, model: Model, *, lowerer: Lowerer | None = None) -> None:
     """Verify every program of a plan; micro-batches beyond the third are like the second.
+
+    Args:
+        lowerer: of the model, for who has lowered plans of it before.
 
     Raises:
         RuleError: a program breaks a rule, for example the capacity of a tier.
     """
     count = count_modelled(plan.order.value, plan.numerics.num_microbatches)
     short = replace(plan, numerics=replace(plan.numerics, num_microbatches=count))
-    lowerer = Lowerer(model)
+    lowerer = lowerer or Lowerer(model)
     for kind in list_kinds(plan):
         verify_program(lowerer.lower(short, kind), model)

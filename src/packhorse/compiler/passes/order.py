@@ -24,6 +24,7 @@ user apart, until its Backward of the last micro-batch adds what it has to the c
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -268,7 +269,14 @@ def _saves(model: Model, block: BlockId) -> bool:
 
 
 def _chunks_of(layout: Layout) -> ChunksOf:
-    return {name: tuple(chunk.id for chunk in layout.chunks_of(name)) for name in layout.slots}
+    # Chunks follow each other, so the first of a parameter is found by halves.
+    starts = [chunk.start for chunk in layout.chunks]
+    found: dict[str, tuple[ChunkId, ...]] = {}
+    for name, slot in layout.slots.items():
+        first = bisect_right(starts, slot.start) - 1
+        behind = bisect_left(starts, slot.stop)
+        found[name] = tuple([chunk.id for chunk in layout.chunks[first:behind]])
+    return found
 
 
 def _unique(buffers: list[BufferId]) -> tuple[BufferId, ...]:
