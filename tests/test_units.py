@@ -97,3 +97,21 @@ def test_format_count(count: float, text: str) -> None:
 
 def test_format_percent() -> None:
     assert units.format_percent(0.1234) == "12.3 %"
+
+
+@pytest.mark.parametrize(
+    ("part_bytes", "whole_bytes", "text"),
+    [
+        (1016 * 2**20, 2**30, "1016 of 1024 MiB"),
+        (2**30, 2**30, "1024 of 1024 MiB"),
+        (1434 * 2**20, 4 * 2**30, "1434 of 4096 MiB"),
+        (4480 * 2**10, 256 * 2**20, "4.38 of 256 MiB"),
+        (64 * 2**10, 24 * 2**30, "under 0.01 of 24.0 GiB"),
+        (0, 24 * 2**30, "0.00 of 24.0 GiB"),
+        (600 * 2**30, 2**40, "600 of 1024 GiB"),
+        (30 * 2**40, 20 * 2**40, "30.0 of 20.0 TiB"),
+        (100, 9000, "100 of 9000 B"),
+    ],
+)
+def test_both_sides_of_a_part_have_one_unit(part_bytes: int, whole_bytes: int, text: str) -> None:
+    assert units.format_part(part_bytes, whole_bytes) == text

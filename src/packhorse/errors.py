@@ -24,6 +24,8 @@ A message says what, the value, the limit, where, and what to change.
 from __future__ import annotations
 
 from typing import ClassVar
+from collections.abc import Mapping
+from types import MappingProxyType
 
 
 class PackhorseError(Exception):
@@ -85,7 +87,22 @@ class RefusedError(PackhorseError):
 
 
 class DoesNotFitError(RefusedError):
-    """No plan fits the budget; gives need and have per tier and the smallest budget that works."""
+    """No plan fits the budget; gives need and have per tier and the smallest budget that works.
+
+    Args:
+        least_bytes: the budget to grant, by name of each tier that is short; empty if unknown.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        fix: str | None = None,
+        least_bytes: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.least_bytes = least_bytes
+        super().__init__(what, where=where, fix=fix)
 
 
 class RuleError(RefusedError):

@@ -30,6 +30,7 @@ _BYTE_UNITS: Final[dict[str, int]] = {
     "tib": 1024**4,
     "tb": 1000**4,
 }
+_LEAST_PART: Final = 0.01
 _BYTES_PATTERN: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -57,6 +58,23 @@ def format_bytes(num_bytes: float) -> str:
         if size >= scale:
             return f"{sign}{_three_digits(size / scale)} {unit}"
     return f"{sign}{size:.0f} B"
+
+
+def format_part(part_bytes: float, whole_bytes: float) -> str:
+    """Render `x of y` bytes in one unit: `1016 of 1024 MiB`, `4.27 of 256 MiB`.
+
+    The unit is that of the whole, or the next smaller one where the whole is below ten of it.
+    """
+    units = (("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+    unit, scale = next(
+        ((unit, scale) for unit, scale in units if whole_bytes >= 10 * scale), ("B", 1)
+    )
+    part, whole = part_bytes / scale, whole_bytes / scale
+    if scale == 1:
+        return f"{part:.0f} of {whole:.0f} {unit}"
+    if 0 < part < _LEAST_PART:
+        return f"under {_LEAST_PART} of {_three_digits(whole)} {unit}"
+    return f"{_three_digits(part)} of {_three_digits(whole)} {unit}"
 
 
 def format_exact_bytes(num_bytes: int) -> str:

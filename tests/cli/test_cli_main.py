@@ -112,7 +112,7 @@ def test_errors_for_people_have_their_codes_and_no_traceback(shell, monkeypatch,
 
 def test_a_mistake_of_ours_names_the_report_with_the_traceback(shell, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("packhorse.machine.doctor.examine_machine", lambda _: 1 / 0)
+    monkeypatch.setattr("packhorse.machine.doctor.examine_machine", lambda *_, **__: 1 / 0)
     done = shell("doctor")
     assert (done.code, done.out) == (1, "")
     (report,) = tmp_path.iterdir()
@@ -127,7 +127,7 @@ def test_a_mistake_of_ours_names_the_report_with_the_traceback(shell, monkeypatc
 
 
 def test_a_missing_package_is_one_line_with_its_command(shell, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch.nn")
 
     monkeypatch.setattr("packhorse.machine.doctor.examine_machine", fail)
@@ -138,7 +138,7 @@ def test_a_missing_package_is_one_line_with_its_command(shell, monkeypatch):
 
 
 def test_ctrl_c_says_stopped(shell, monkeypatch):
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("packhorse.machine.doctor.examine_machine", stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from unittest import mock
@@ -125,8 +126,77 @@ def test_a_plan_that_does_not_fit_names_a_budget_and_writes_nothing(shell, recip
     )  # fmt: skip
     assert done.code == 3
     assert done.document["error"]["error"] == "DoesNotFitError"
-    assert "--budget device=" in done.document["error"]["fix"]
     assert not (tmp_path / "plan.json").exists()
+    # What is advised works when it is typed back, and is typed as it was.
+    (advised,) = re.findall(r"--memory (\d+MiB):", done.document["error"]["fix"])
+    assert "--budget" not in done.document["error"]["fix"]
+    machine = ("--machine", tmp_path / "machine.json", "--out", tmp_path / "plan.json")
+    again = shell("plan", recipe, *machine, "--memory", advised)
+    assert again.code == 0, again.err
+
+
+def test_a_refusal_names_the_budget_where_it_was_given(shell, recipe, tmp_path):
+    machine = ("--json", "--machine", tmp_path / "machine.json", "--out", tmp_path / "plan.json")
+    done = shell("plan", recipe, *machine, "--budget", "device=64KiB")
+    assert re.search(r"--budget device=\d+MiB: about", done.document["error"]["fix"])
+    content = json.loads(recipe.read_text())
+    content["budget"]["device"] = "64KiB"
+    recipe.write_text(json.dumps(content))
+    done = shell("plan", recipe, *machine)
+    (typed, written) = re.search(
+        r"--budget device=(\d+MiB) \(in a recipe: budget: {device: (\d+MiB)}\)",
+        done.document["error"]["fix"],
+    ).groups()
+    assert typed == written
+
+
+def test_rates_and_times_measured_on_a_busy_machine_are_said_so(shell, recipe, planned, tmp_path):
+    machine = json.loads((tmp_path / "machine.json").read_text()) | {"busy_share": 0.75}
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
+    arguments = ("plan", recipe, "--machine", tmp_path / "machine.json", "--out")
+    done = shell(*arguments, tmp_path / "plan.json")
+    (warning,) = [line for line in done.err.splitlines() if line.startswith("warning: ")]
+    assert "busy while the rates of laptop-16gb were measured" in warning
+    assert "75.0 % of the compute threads' time" in warning
+    assert warning.endswith("when it is idle, measure again with `packhorse probe --fresh`")
+    (tmp_path / "machine.json").write_text(json.dumps(machine | {"busy_share": 0.0}))
+    assert "busy" not in shell(*arguments, tmp_path / "plan.json").err
+    # The plan's times stay with it: a run by it, and a run that is resumed, say so too.
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps(json.loads(profile.read_text()) | {"busy_share": 0.5}))
+    done = train(shell, recipe, "--plan", tmp_path / "plan.json", "--budget", "device=64KiB")
+    assert "warning: the machine was busy while the times of the blocks were measured" in done.err
+
+
+def test_a_recipe_is_no_plan_and_the_command_that_makes_one_is_named(shell, recipe):
+    for command in ("explain", "lower"):
+        done = shell(command, recipe)
+        assert done.code == 2
+        assert "this is a recipe, and a plan is wanted" in done.err
+        assert f"packhorse plan {recipe}" in done.err
+    unnamed = json.loads(recipe.read_text())
+    del unnamed["kind"]
+    recipe.write_text(json.dumps(unnamed))
+    assert f"packhorse plan {recipe}" in shell("explain", recipe).err
+    recipe.write_text("{}")
+    assert "this is no plan: it names no kind" in shell("explain", recipe).err
+
+
+def test_check_of_a_recipe_says_what_is_not_there_yet(shell, recipe, tmp_path):
+    assert "the model is there" in shell("check", recipe).out
+    (tmp_path / "tiny" / "config.json").rename(tmp_path / "elsewhere.json")
+    done = shell("check", recipe)
+    assert done.code == 2
+    assert f"there is no model at {tmp_path / 'tiny' / 'config.json'}" in done.err
+    assert "make it first, as the comments of the recipe may say" in done.err
+    assert str(Path.cwd()) in done.err
+    content = json.loads(recipe.read_text()) | {"model_name_or_path": "someone/some-model"}
+    recipe.write_text(json.dumps(content))
+    assert "the model is on the Hub: not looked for" in shell("check", recipe).out
+    content["train_data"] = [str(tmp_path / "no" / "rows.jsonl")]
+    recipe.write_text(json.dumps(content))
+    done = shell("check", recipe)
+    assert "does not exist either: make it first" in done.err
 
 
 def test_settings_and_budgets_are_refused_by_name(shell, recipe, tmp_path):
@@ -149,9 +219,10 @@ def test_train_is_stopped_resumed_and_ends_with_a_model(shell, recipe, planned, 
     with mock.patch.object(TrainingScreen, "stepped", interrupt):
         done = train(shell, recipe, "--plan", planned, "--audit")
     assert done.code == 75, done.err
-    assert done.out.startswith("plan  tiny on laptop-16gb")
+    assert done.out.startswith("plan    tiny on laptop-16gb")
+    assert all(line == line.rstrip() for line in done.out.splitlines())
     assert "stopped by SIGTERM after step 1 of 3" in done.err
-    assert "--resume" in done.err
+    assert f"packhorse train {recipe} --resume --machine {tmp_path / 'machine.json'}" in done.err
     refused = train(shell, recipe, "--plan", planned)
     assert refused.code == 2
     assert "--resume" in refused.err
@@ -160,6 +231,16 @@ def test_train_is_stopped_resumed_and_ends_with_a_model(shell, recipe, planned, 
     assert done.code == 0, done.err
     run = tmp_path / "run"
     assert f"by the plan of the run that is resumed: {run / 'plan.json'}" in done.err
+    assert done.err.count("loading libraries") == 1
+    said = " ".join(done.out.split())
+    assert re.search(
+        r"so far 1 of 3 steps are done; the last step took [\d.]+ \w+: [\d.]+ \w+ for the 2 that"
+        r" are left; the plan says",
+        said,
+    )
+    assert re.search(
+        r"process: [\d.]+ \w+ of memory at its largest: what the device's budget", said
+    )
     lines = done.out.splitlines()
     assert [line.split()[0] for line in lines if line[:6].strip().isdigit()] == ["2", "3"]
     for head in ("loss   ", "time   ", "peak   ", "model  "):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from packhorse.machine import doctor
+from packhorse.machine.contention import CoreClocks
 from packhorse.machine.doctor import Finding, examine_machine
 from packhorse.units import GIB
 
@@ -88,3 +89,18 @@ def test_needs_no_torch() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.stdout == "[]\n"
+
+
+def test_other_processes_that_compute_are_warned_of(root: Path) -> None:
+    (root / "proc/loadavg").write_text("3.25 2.00 1.00 4/500 1234\n")
+    before = CoreClocks(at_s=0.0, busy_s=0.0, own_s=0.0, num_cores=4)
+    for busy_s, level in ((0.1, "ok"), (1.0, "warning")):
+        after = CoreClocks(at_s=0.5, busy_s=busy_s, own_s=0.0, num_cores=4)
+        findings = examine_machine(root, root=root, environment={}, looks=(before, after))
+        found = find(findings, "other processes use")
+        assert found.level == level
+        assert "load average of the last minute: 3.25" in found.what
+        assert ("packhorse probe --fresh" in str(found.fix)) == (level == "warning")
+    assert "2.0 of 4 cores" in found.what
+    plain = examine_machine(root, root=root, environment={})
+    assert not any("other processes" in finding.what for finding in plain)

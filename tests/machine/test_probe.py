@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from packhorse.errors import InputError, RunFailedError, StorageError
 from packhorse.machine import probe, probe_compute, probe_disk, probe_heap
 from packhorse.machine.budget import parse_budget
+from packhorse.machine.contention import CoreClocks
 from packhorse.machine.drives import usable_bytes
 from packhorse.machine.files import format_machine, parse_machine
 from packhorse.machine.limits import find_core_limit
@@ -26,6 +28,7 @@ from packhorse.machine.probe_cache import (
 from packhorse.machine.probe_compute import is_native, measure_matmul, measure_update
 from packhorse.machine.probe_disk import measure_disk, remove_dead_probes
 from packhorse.machine.probe_heap import measure_heap
+from packhorse.machine.probe_saving import measure_saving
 from packhorse.machine.probe_sustained import WriteLimits
 from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint
 from packhorse.units import GIB, MIB
@@ -90,7 +93,7 @@ def test_second_probe_is_cached_and_budgets_are_not(measure: Callable[..., Machi
     assert second.links == first.links
     assert second.tiers[0].budget_bytes == 32 * MIB
     measure({"device": "32MiB"}, fresh=True, progress=lambda *part: seen.append(part))
-    assert len(seen) == 6
+    assert len(seen) == 7
     age = age_ns(second)
     assert age is not None
     assert age < 600 * 10**9
@@ -350,3 +353,36 @@ def test_cuda_tiers_and_links_are_put_together(
         "device": 1e10,
         "host": 1e9,
     }
+
+
+def test_saving_is_measured_on_a_file_without_a_name(tmp_path: Path) -> None:
+    saving = measure_saving(str(tmp_path / "not" / "there"), file_bytes=3 * MIB)
+    assert saving.write_bytes_per_s > 0
+    assert saving.checksum_bytes_per_s > saving.write_bytes_per_s / 100
+    assert saving.sync_ns > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_cannot_be_measured_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageError) as caught:
+        measure_saving(str(tmp_path), file_bytes=MIB)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_probe_says_what_others_took_meanwhile(
+    measure: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter(
+        CoreClocks(at_s=at_s, busy_s=busy_s, own_s=own_s, num_cores=1)
+        for at_s, busy_s, own_s in ((0.0, 0.0, 0.0), (10.0, 10.0, 6.0))
+    )
+    monkeypatch.setattr(probe, "read_core_clocks", lambda: next(looks))
+    machine = measure()
+    assert machine.busy_share == pytest.approx(0.4)
+    assert measure().busy_share == machine.busy_share  # from the cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -20,9 +21,13 @@ def make_text():
 
 def test_a_profile_is_read_back_exactly():
     profile = estimate_profile(make_model(num_layers=3), load_known_machine("laptop-16gb"))
+    profile = replace(profile, busy_share=0.25)
     text = format_profile(profile)
     assert parse_profile(text) == profile
     assert parse_profile(yaml.safe_dump(json.loads(text), sort_keys=False)) == profile
+    # Files of before nobody looked say nothing of it.
+    older = {key: value for key, value in json.loads(text).items() if key != "busy_share"}
+    assert parse_profile(json.dumps(older)).busy_share == 0.0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from packhorse.plan.spec import BlockPlan, Choice
 from packhorse.report.choices import fold_choices, fold_names
 from packhorse.report.explain import Advice, explain_plan, explanation_as_dict, plan_table
-from packhorse.report.run import estimate_run
+from packhorse.report.run import MeasuredSteps, estimate_run
 from tests.report.samples import MACHINE, MIB, make_predicted_plan, render
 
 PLAN = make_predicted_plan()
@@ -18,6 +18,8 @@ RUN = estimate_run(
     num_kept=2,
     weights_bytes=540 * MIB,
     checkpoint_bytes=1620 * MIB,
+    checkpoint_ns=14_000_000_000,
+    weights_ns=5_000_000_000,
     num_evaluations=7,
     evaluation_ns=9_000_000_000,
     first_step_ns=23_000_000_000,
@@ -110,3 +112,58 @@ def test_advice_is_shown_the_most_helpful_first_and_not_all():
     nothing = render(explain_plan(PLAN, RUN, replace(ADVICE, relief=())))
     assert "Nothing but compute: a faster device, or fewer operations." in nothing
     assert "not beside it" in render(explain_plan(PLAN, RUN), width=300)
+
+
+def test_causes_whose_names_do_not_say_it_all_have_a_legend():
+    prediction = PLAN.prediction
+    assert prediction is not None
+    peaks = {"disk": {"optimizer": MIB, "slots": MIB}, "device": {"base": MIB, "ahead": MIB}}
+    text = " ".join(
+        render(
+            explain_plan(replace(PLAN, prediction=replace(prediction, peak_bytes=peaks)))
+        ).split()
+    )
+    assert "kept steps: the disk's second copy of what steps change" in text
+    assert "process itself: objects of the traced model" in text
+    assert "brought ahead: what lanes bring or keep before its turn" in text
+    assert "workspace:" not in text  # there is none
+
+
+def test_what_a_budget_does_not_count_is_said_where_memory_holds_the_libraries_too():
+    words = "Python, torch and other libraries themselves come on top"
+    assert words in render(plan_table(PLAN))
+    on_gpu = replace(PLAN, numerics=replace(PLAN.numerics, device="cuda"))
+    assert words not in render(plan_table(on_gpu))
+
+
+def test_kept_steps_are_a_row_that_says_what_it_is_for():
+    assert "resume  from checkpoints alone: " in render(plan_table(PLAN))
+    prediction = PLAN.prediction
+    assert prediction is not None
+    kept = replace(
+        PLAN,
+        durable=Choice(value=7, because="a test"),
+        prediction=replace(
+            prediction, peak_bytes={"disk": {"slots": 3 * MIB}}, kept_bytes_per_step=MIB
+        ),
+    )
+    assert (
+        "resume  every 7 steps the state is kept, 3.00 MiB of disk for it, 1.00 MiB more written"
+    ) in render(plan_table(kept), width=120)
+
+
+def test_measured_steps_stand_beside_what_the_plan_says():
+    so_far = MeasuredSteps(
+        num_done=10, num_steps=30, num_recent=9, step_ns=17_250_000_000, by_this_plan=True
+    )
+    text = " ".join(render(plan_table(PLAN, RUN, so_far), width=300).split())
+    assert (
+        "so far 10 of 30 steps are done; the last 9 steps took 17.2 s each: 5 min 45 s for the 20"
+        " that are left; the plan says 4.31 s a step, 86.2 s"
+    ) in text
+    other = replace(so_far, by_this_plan=False, num_recent=1)
+    text = " ".join(render(plan_table(PLAN, RUN, other), width=300).split())
+    assert (
+        "the last step, by another plan, took 17.2 s: 5 min 45 s for the 20 that are left" in text
+    )
+    assert "the plan says" not in text

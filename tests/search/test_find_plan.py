@@ -17,9 +17,11 @@ from packhorse.program.buffers import PAGE_BYTES
 from packhorse.search.evaluation import Evaluator
 from packhorse.search.prediction import predict_plan
 from packhorse.search.settings import list_settings
+from packhorse.search.smallest import advise_bytes
 from packhorse.search.space import Problem
 from packhorse.simulator.costs import TaskCosts
 from packhorse.simulator.engine import simulate_program, simulate_run
+from packhorse.units import MIB
 from packhorse.verifier.rules import verify_program
 from tests.search.toy_search import (
     ADAMW,
@@ -125,7 +127,8 @@ def test_the_smallest_budget_works_and_one_page_less_does_not(pins, base_bytes):
     with pytest.raises(DoesNotFitError) as caught:
         search(candidates, make_machine(least - PAGE_BYTES), pins=pins)
     message = str(caught.value)
-    assert f"device={least // 1024}KiB" in message
+    assert f"device={advise_bytes(least, base_bytes) // MIB}MiB" in message
+    assert caught.value.least_bytes == {"device": advise_bytes(least, base_bytes)}
     assert "tier device: needs" in message
     assert "at least: " in message
     assert ("unpin some of" in message) == bool(pins)
@@ -332,3 +335,14 @@ def test_nothing_is_printed(capfd):
     search(candidates, how=smallest_plan)
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
+
+
+def test_the_advised_budget_has_room_for_a_base_that_is_found_larger():
+    pins = {"heap": "keep"}
+    # Twice as much as it was seen to vary by from one start to the next.
+    small, large = (make_candidates((1,), base_bytes=base * MIB, length=64) for base in (20, 24))
+    with pytest.raises(DoesNotFitError) as caught:
+        search(small, make_machine(MIB), pins=pins)
+    advised = caught.value.least_bytes["device"]
+    assert advised % MIB == 0
+    assert need(search(large, make_machine(advised), pins=pins)) <= advised

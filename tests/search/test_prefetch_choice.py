@@ -11,6 +11,7 @@ from packhorse.plan.spec import Choice
 from packhorse.search.prediction import predict_plan
 from packhorse.simulator.costs import TaskCosts
 from packhorse.simulator.engine import simulate_run
+from packhorse.units import format_ns
 from tests.search.toy_search import make_candidates, make_machine, need, search, smallest_plan
 
 
@@ -45,4 +46,9 @@ def test_no_depth_of_the_chosen_state_is_quicker():
     model, profile = candidates[0].model, candidates[0].profile
     for depth in (0, 1, 2, 4, 8, 16):
         other = replace(plan, prefetch=Choice(value=depth, because="a test"))
-        assert predict_plan(other, model, profile, machine).step_ns >= plan.prediction.step_ns
+        other_ns = predict_plan(other, model, profile, machine).step_ns
+        assert other_ns >= plan.prediction.step_ns
+        if depth == 0:
+            gain = format_ns(other_ns - plan.prediction.step_ns)
+    assert plan.prefetch.value > 0
+    assert plan.prefetch.because.endswith(f"a step, {gain} less than with each at its use")

@@ -85,7 +85,7 @@ def test_what_there_was_no_time_for_is_said(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(candidates, "measure_profile", measure_one)
     found = offer(tmp_path, 4, limit_s=5.0)
     (note,) = found.notes
-    assert note.startswith("1 of 3 ways to cut the step were measured in 5.00 s")
+    assert note.startswith("of 3 ways to cut the step 1 was measured in 5.00 s")
     assert {entry.profile.source for entry in found.entries} == {"measured"}
     assert [entry.profile.rows for entry in found.entries] == [1, 2, 4]
 

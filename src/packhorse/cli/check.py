@@ -240,12 +240,15 @@ def _check_spans(timeline: Timeline, path: Path) -> None:
 def _judge_recipe(path: Path) -> Verdict:
     from packhorse.data.sources import find_sources
     from packhorse.trainer.batch_cut import cut_batch
+    from packhorse.trainer.model_paths import check_model_path, names_a_path
     from packhorse.trainer.recipe_files import load_recipe
     from packhorse.units import format_bytes
 
     loaded = load_recipe(path)
     recipe = loaded.recipe
     cut = cut_batch(recipe)
+    check_model_path(recipe.model_name_or_path)
+    local = names_a_path(recipe.model_name_or_path)
     sources = find_sources((*recipe.train_data, *recipe.eval_data))
     size_bytes = sum(source.size_bytes for source in sources)
     return Verdict(
@@ -254,6 +257,7 @@ def _judge_recipe(path: Path) -> Verdict:
         checked=(
             "keys and values",
             "batch arithmetic",
+            "the model is there" if local else "the model is on the Hub: not looked for",
             f"{len(sources)} data files are there ({format_bytes(size_bytes)})",
         ),
         warnings=loaded.warnings,

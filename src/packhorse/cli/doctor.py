@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Annotated, Final
 
@@ -9,6 +10,8 @@ import typer
 
 from packhorse.cli.options import AsJson
 
+# Long enough for clocks that tick a hundred times a second.
+_LOOK_S: Final = 0.5
 _STYLES: Final[Mapping[str, str]] = {
     "ok": "green",
     "note": "cyan",
@@ -27,11 +30,14 @@ def report_health(
     from rich.text import Text
 
     from packhorse.cli.screen import Screen
+    from packhorse.machine.contention import read_core_clocks
     from packhorse.machine.doctor import examine_machine
     from packhorse.report.tables import plain_table
 
     screen = Screen(as_json=as_json)
-    findings = examine_machine(scratch)
+    before = read_core_clocks()
+    time.sleep(_LOOK_S)
+    findings = examine_machine(scratch, looks=(before, read_core_clocks()))
     table = plain_table(heads=False)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1)

@@ -7,11 +7,14 @@ margin.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packhorse.errors import InputError
+from packhorse.errors import DoesNotFitError, InputError
+from packhorse.units import format_exact_bytes
 
 if TYPE_CHECKING:
     from packhorse.cli.screen import Screen
@@ -60,6 +63,7 @@ def choose_machine(
             budget = merge_budgets(parse_memory(choice.memory, machine), budget)
         if threads is not None:
             machine = replace(machine, num_threads=threads)
+        warn_of_busy_rates(screen, machine)
         return with_budget(machine, budget, here=here)
     if choice.memory is None:
         return probe_here(screen, budget, threads=threads)
@@ -115,7 +119,7 @@ def probe_here(
     from packhorse.trainer.stop_signals import stop_at_once
 
     with stop_at_once(), screen.progress("measuring this machine") as progress:
-        return probe_machine(
+        machine = probe_machine(
             budget=budget,
             threads=threads,
             fresh=fresh,
@@ -123,6 +127,47 @@ def probe_here(
             file_bytes=file_bytes,
             progress=progress,
         )
+    warn_of_busy_rates(screen, machine)
+    return machine
+
+
+@contextmanager
+def advise_as_typed(choice: MachineChoice) -> Generator[None]:
+    """Inside, a refusal names the budget by the option that was typed, or where recipes have it.
+
+    Raises:
+        DoesNotFitError: the one that came, reworded.
+    """
+    try:
+        yield
+    except DoesNotFitError as error:
+        if set(error.least_bytes) != {"device"} or error.fix is None or choice.budget is not None:
+            raise
+        size = format_exact_bytes(error.least_bytes["device"])
+        option = f"--budget device={size}"
+        if choice.memory is not None:
+            words = f"--memory {size}"
+        else:
+            words = f"{option} (in a recipe: budget: {{device: {size}}})"
+        raise DoesNotFitError(
+            error.what,
+            where=error.where,
+            fix=error.fix.replace(option, words),
+            least_bytes=error.least_bytes,
+        ) from error
+
+
+def warn_of_busy_rates(screen: Screen, machine: Machine) -> None:
+    """Say that a machine's rates were measured while others computed there."""
+    from packhorse.machine.contention import say_busy
+
+    said = say_busy(
+        machine.busy_share,
+        what=f"the rates of {machine.name}",
+        fix="measure again with `packhorse probe --fresh`",
+    )
+    if said is not None:
+        screen.warn(said)
 
 
 def merge_budgets(typed: Budget, granted: Budget) -> Budget:

@@ -35,7 +35,7 @@ def make_plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits; write plan.json."""
-    from packhorse.cli.machines import MachineChoice, choose_machine
+    from packhorse.cli.machines import MachineChoice, advise_as_typed, choose_machine
     from packhorse.cli.outputs import check_output
     from packhorse.cli.planning import advise, load_libraries, plan_recipe, write_planned
     from packhorse.cli.screen import Screen
@@ -48,24 +48,30 @@ def make_plan(
     for warning in loaded.warnings:
         screen.warn(warning)
     baseline_bytes = load_libraries(screen) if machine is None else None
+    choice = MachineChoice(name=machine, budget=budget, memory=memory)
     chosen = choose_machine(
-        MachineChoice(name=machine, budget=budget, memory=memory),
+        choice,
         screen,
         granted=loaded.recipe.granted,
         threads=loaded.recipe.pins.num_threads,
     )
-    planned = plan_recipe(
-        loaded.recipe,
-        chosen,
-        screen,
-        measure=machine is None,
-        baseline_bytes=baseline_bytes,
-    )
+    with advise_as_typed(choice):
+        planned = plan_recipe(
+            loaded.recipe,
+            chosen,
+            screen,
+            measure=machine is None,
+            baseline_bytes=baseline_bytes,
+        )
     for note in planned.notes:
         screen.note(note)
     written = write_planned(planned, out)
     screen.show(plan_table(planned.plan, planned.run))
     screen.wrote(*written)
+    screen.note(
+        f"{out.name} was made from what lies beside it; `packhorse explain {out}` and `packhorse"
+        f" simulate {out}` read them, `packhorse train {recipe} --plan {out}` trains by it"
+    )
     if not as_json:
         return
     advice = advise(planned.plan, planned.traced.model, planned.profile, planned.machine)

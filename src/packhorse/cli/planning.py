@@ -86,6 +86,7 @@ def plan_recipe(
             baseline_bytes=None if machine.emulation else baseline_bytes,
             progress=progress,
         )
+        _warn_of_busy_times(screen, candidates.entries[0].profile)
         progress("searching for the fastest plan that fits", 0, None)
         pins = recipe.pins
         plan = find_plan(
@@ -160,7 +161,6 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
 
     started_s = time.monotonic()
     with screen.progress("preparing") as progress:
-        progress("loading libraries", 0, None)
         prepared = prepare_run(recipe, machine, progress=progress)
         progress("tracing the model as the plan says", 0, None)
         traced = trace_for_plan(prepared, plan)
@@ -171,6 +171,7 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
     if profile is None or not fits_model(profile, traced.model):
         profile = estimate_profile(traced.model, machine)
         notes = ("the plan has no profile beside it: times are estimated from the machine's rates",)
+    _warn_of_busy_times(screen, profile)
     plan = replace(plan, prediction=predict_plan(plan, traced.model, profile, machine))
     plan = _fit_budgets(plan, machine, path)
     prove_plan(plan, traced.model)
@@ -186,6 +187,18 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
         ),
         notes=(*notes, *say_other_instructions(plan.numerics), *_say_emulation(machine)),
     )
+
+
+def _warn_of_busy_times(screen: Screen, profile: Profile) -> None:
+    from packhorse.machine.contention import say_busy
+
+    said = say_busy(
+        profile.busy_share,
+        what="the times of the blocks",
+        fix="`packhorse plan` measures them again",
+    )
+    if said is not None:
+        screen.warn(said)
 
 
 def _say_emulation(machine: Machine) -> tuple[str, ...]:
@@ -235,12 +248,19 @@ def estimate_recipe(
     """
     from packhorse.report.run import estimate_run
     from packhorse.search.prediction import predict_evaluation_ns
-    from packhorse.trainer.save_sizes import size_saves
+    from packhorse.search.save_time import predict_save_ns
+    from packhorse.trainer.save_sizes import SMALL_FILES_BYTES, size_saves
 
     recipe, data = prepared.recipe, prepared.data
     num_saves = -(-data.num_steps // recipe.save_steps) if recipe.save_steps else 0
     summary = data.prepared[0].summary
     sizes = size_saves(prepared, plan, model)
+
+    def save_ns(most_bytes: int) -> int | None:
+        # Room is asked for at most; config and tokenizer are rarely worth their time.
+        file_bytes = most_bytes - SMALL_FILES_BYTES
+        return predict_save_ns(plan, model, profile, machine, file_bytes=file_bytes)
+
     evaluation_ns = 0
     if data.evaluation is not None:
         count = plan.numerics.num_microbatches
@@ -254,6 +274,8 @@ def estimate_recipe(
         num_kept=recipe.save_total_limit or num_saves,
         weights_bytes=sizes.model_bytes,
         checkpoint_bytes=sizes.checkpoint_bytes,
+        checkpoint_ns=save_ns(sizes.checkpoint_bytes) if num_saves else None,
+        weights_ns=save_ns(sizes.model_bytes),
         num_evaluations=_count_evaluations(data, recipe.eval_steps),
         evaluation_ns=evaluation_ns,
         tokens_per_step=round(summary.num_tokens / summary.num_rows * prepared.cut.global_rows),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from packhorse.machine.probe_sustained import WriteLimits
-    from packhorse.machine.spec import Link, Machine, Tier
+    from packhorse.machine.spec import Link, Machine, Saving, Tier
 
 _DEFAULT_OUT: Final = Path("machine.json")
 _LEAST_BYTES: Final = 1024**2
@@ -89,7 +89,7 @@ def machine_table(machine: Machine) -> RenderableType:
     """Render a machine: tiers with budgets, links, rates, and how old the measurement is."""
     from packhorse.machine.probe_cache import age_ns
     from packhorse.report.tables import plain_table
-    from packhorse.units import format_bytes, format_count, format_percent
+    from packhorse.units import format_bytes, format_count, format_part, format_percent
 
     table = plain_table(heads=False)
     table.add_column(style="bold", no_wrap=True)
@@ -106,8 +106,8 @@ def machine_table(machine: Machine) -> RenderableType:
     add(
         "tiers",
         [
-            f"{tier.name}: {format_bytes(tier.budget_bytes)} to use of"
-            f" {format_bytes(tier.total_bytes)}" + (f", folder {tier.path}" if tier.path else "")
+            f"{tier.name}: {format_part(tier.budget_bytes, tier.total_bytes)} to use"
+            + (f", folder {tier.path}" if tier.path else "")
             for tier in machine.tiers
         ],
     )
@@ -133,8 +133,20 @@ def machine_table(machine: Machine) -> RenderableType:
     )
     cost = format_percent(machine.heap.map_cost)
     slack = format_percent(machine.heap.keep_slack)
+    if machine.saving is not None:
+        add("saving", [_say_saving(machine.saving)])
     add("heap", [f"mapping large blocks costs {cost} of compute, keeping them {slack} of memory"])
     return table
+
+
+def _say_saving(saving: Saving) -> str:
+    from packhorse.units import format_bytes, format_ns
+
+    return (
+        f"files at {format_bytes(saving.write_bytes_per_s)}/s through the page cache,"
+        f" {format_bytes(saving.checksum_bytes_per_s)}/s of checksums,"
+        f" {format_ns(saving.sync_ns)} to bring a small change to the disk"
+    )
 
 
 def _say_drives(tier: Tier) -> Iterable[str]:

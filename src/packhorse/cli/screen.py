@@ -38,10 +38,17 @@ class Screen:
         self.err = _make_console(stderr=True)
 
     def show(self, *parts: RenderableType) -> None:
-        """Print results for people; nothing with `--json`."""
-        if not self.as_json:
-            for part in parts:
+        """Print results for people; nothing with `--json`. Files get no spaces at line ends."""
+        if self.as_json:
+            return
+        for part in parts:
+            if self.out.is_terminal:
                 self.out.print(part)
+                continue
+            with self.out.capture() as captured:
+                self.out.print(part)
+            lines = captured.get().splitlines()
+            sys.stdout.write("".join(f"{line.rstrip()}\n" for line in lines))
 
     def show_text(self, text: str) -> None:
         """Print a text as it is, however wide; nothing with `--json`."""

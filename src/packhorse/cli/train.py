@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -23,6 +24,7 @@ from packhorse.errors import DoesNotFitError
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from packhorse.cli.machines import MachineChoice
     from packhorse.cli.planning import Planned
     from packhorse.cli.screen import Screen
     from packhorse.cli.training_screen import Summary
@@ -60,7 +62,8 @@ def train_recipe(
 ) -> None:
     """Train a model by a recipe."""
     from packhorse.cli.drift import watch_drift
-    from packhorse.cli.machines import MachineChoice, choose_machine
+    from packhorse.cli.machines import MachineChoice, advise_as_typed, choose_machine
+    from packhorse.cli.measured_steps import read_measured_steps
     from packhorse.cli.planning import load_libraries
     from packhorse.cli.screen import Screen
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
@@ -82,10 +85,11 @@ def train_recipe(
         claim_run(loaded.recipe.run_folder).close()
     if isinstance(beginning, StartFresh):
         find_beginning(loaded.recipe.run_folder, beginning)
-    with stop_at_once():
+    choice = MachineChoice(name=machine, budget=budget, memory=memory)
+    with stop_at_once(), advise_as_typed(choice):
         baseline_bytes = load_libraries(screen)
         chosen = choose_machine(
-            MachineChoice(name=machine, budget=budget, memory=memory),
+            choice,
             screen,
             granted=loaded.recipe.granted,
             threads=loaded.recipe.pins.num_threads,
@@ -96,7 +100,12 @@ def train_recipe(
         )
         for note in planned.notes:
             screen.note(note)
-        screen.show(plan_table(planned.plan, planned.run), "")
+        so_far = None
+        if not isinstance(beginning, StartFresh):
+            so_far = read_measured_steps(
+                loaded.recipe.run_folder, planned.plan, _earlier_plan(loaded.recipe), planned.run
+            )
+        screen.show(plan_table(planned.plan, planned.run, so_far), "")
         program = lower_plan(planned.plan, planned.traced.model, "train_step")
         predicted = _predict(planned, program)
         watch = watch_drift(planned, program, predicted)
@@ -109,11 +118,12 @@ def train_recipe(
         predicted,
         beginning,
         screen,
+        go_on=_spell_resume(recipe, choice, settings or ()),
         watch=watch,
         baseline_bytes=baseline_bytes,
         audit=audit,
     )
-    screen.show("", render_summary(planned, summary))
+    screen.show("", render_summary(planned, summary, baseline_bytes=baseline_bytes))
     # Lines to be copied stay whole, however long the path is.
     screen.show_text(say_where(planned.prepared.recipe.run_folder))
     screen.answer(summary_as_dict(planned, summary))
@@ -135,9 +145,9 @@ def _settle_plan(
 
     if path is not None:
         return take_plan(recipe, machine, read_plan(path), path, screen)
-    earlier = recipe.run_folder / PLAN_NAME
-    if not isinstance(beginning, StartFresh) and earlier.is_file():
-        plan = read_plan(earlier)
+    plan = None if isinstance(beginning, StartFresh) else _earlier_plan(recipe)
+    if plan is not None:
+        earlier = recipe.run_folder / PLAN_NAME
         try:
             planned = take_plan(recipe, machine, plan, earlier, screen)
         except DoesNotFitError:
@@ -147,6 +157,14 @@ def _settle_plan(
         screen.note(f"by the plan of the run that is resumed: {earlier}")
         return planned
     return plan_recipe(recipe, machine, screen, baseline_bytes=baseline_bytes)
+
+
+def _earlier_plan(recipe: Recipe) -> Plan | None:
+    """The plan in the run folder, by which its steps so far were made."""
+    from packhorse.plan.files import PLAN_NAME, read_plan
+
+    path = recipe.run_folder / PLAN_NAME
+    return read_plan(path) if path.is_file() else None
 
 
 def _plan_again(
@@ -222,6 +240,7 @@ def _run(
     beginning: Resume,
     screen: Screen,
     *,
+    go_on: str,
     watch: Callable[[Timeline], str | None],
     baseline_bytes: int,
     audit: bool,
@@ -250,8 +269,20 @@ def _run(
             baseline_bytes=baseline_bytes,
             pace=_find_pace(planned),
             audit=audit,
+            go_on=go_on,
         )
     return watcher.summary
+
+
+def _spell_resume(recipe: Path, choice: MachineChoice, settings: Sequence[str]) -> str:
+    """The command that goes on with a run: as it was typed, but from its newest state."""
+    words = ["packhorse", "train", str(recipe), "--resume"]
+    typed = {"--machine": choice.name, "--budget": choice.budget, "--memory": choice.memory}
+    for option, value in typed.items():
+        words += [option, value] if value is not None else []
+    for setting in settings:
+        words += ["--set", setting]
+    return shlex.join(words)
 
 
 def _write_companions(planned: Planned, folder: Path) -> None:

@@ -6,7 +6,7 @@ is a terminal; and a `Summary`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,15 +23,22 @@ if TYPE_CHECKING:
 
 _RECENT_STEPS: Final = 20
 _BAR_WIDTH: Final = 12
-_HEAD: Final = "  step      loss  grad norm       rate  tokens/s      step     device"
+_HEAD: Final = "  step      loss  grad norm learn rate  tokens/s      time     device"
+_TENTH: Final = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How a run went; steps are (number, value), peaks bytes by tier."""
+    """How a run went; steps are (number, value), peaks bytes by tier.
+
+    Where there are enough steps, `tenth_losses` are the means of the first and the last tenth of
+    them, and `num_in_tenth` how many that are: single losses differ by their batch.
+    """
 
     first_loss: tuple[int, float] | None
     last_loss: tuple[int, float] | None
+    tenth_losses: tuple[float, float] | None
+    num_in_tenth: int
     eval_losses: tuple[tuple[int, float], ...]
     step_s: tuple[float, ...]
     tokens_per_second: float
@@ -72,6 +79,7 @@ class TrainingScreen:
         self._last: StepReport | None = None
         self._evaluations: list[tuple[int, float]] = []
         self._step_s: list[float] = []
+        self._losses: list[float] = []
         self._num_tokens = 0.0
         self._peak_bytes: dict[str, int] = {}
         self._result: TrainResult | None = None
@@ -99,9 +107,12 @@ class TrainingScreen:
         """How the run went so far."""
         first, last = self._first, self._last
         total_s = sum(self._step_s)
+        num_in_tenth = len(self._losses) // _TENTH
         return Summary(
             first_loss=None if first is None else (first.step, first.loss),
             last_loss=None if last is None else (last.step, last.loss),
+            tenth_losses=_tenths(self._losses),
+            num_in_tenth=num_in_tenth,
             eval_losses=tuple(self._evaluations),
             step_s=tuple(self._step_s),
             tokens_per_second=self._num_tokens / total_s if total_s else 0.0,
@@ -139,6 +150,7 @@ class TrainingScreen:
         self._first = self._first or report
         self._last = report
         self._step_s.append(report.step_s)
+        self._losses.append(report.loss)
         self._num_tokens += report.tokens_per_second * report.step_s
         for tier, peak in self._peaks(report).items():
             self._peak_bytes[tier] = max(self._peak_bytes.get(tier, 0), peak)
@@ -201,6 +213,14 @@ class TrainingScreen:
     def _say(self, text: str, *, style: str | None = None) -> None:
         console = self._console if self._bar is None else self._bar.console
         console.print(text, style=style, soft_wrap=True)
+
+
+def _tenths(losses: Sequence[float]) -> tuple[float, float] | None:
+    """The means of the first and last tenth; None where a tenth is not two steps at least."""
+    count = len(losses) // _TENTH
+    if count < 2:
+        return None
+    return sum(losses[:count]) / count, sum(losses[-count:]) / count
 
 
 def _format_step(report: StepReport, peaks: Mapping[str, int]) -> str:

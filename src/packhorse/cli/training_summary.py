@@ -11,7 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from packhorse.units import KIB, format_bytes, format_count, format_ns, format_percent
+from packhorse.units import (
+    KIB,
+    format_bytes,
+    format_count,
+    format_ns,
+    format_part,
+    format_percent,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,8 +29,14 @@ if TYPE_CHECKING:
 _LABEL_WIDTH: Final = 5
 
 
-def render_summary(planned: Planned, summary: Summary) -> RenderableType:
-    """Render losses, time and peaks, predicted beside measured."""
+def render_summary(
+    planned: Planned, summary: Summary, *, baseline_bytes: int | None = None
+) -> RenderableType:
+    """Render losses, time and peaks, predicted beside measured.
+
+    Args:
+        baseline_bytes: what the process held once its libraries were loaded, if measured.
+    """
     from packhorse.report.tables import plain_table
 
     table = plain_table(heads=False)
@@ -36,7 +49,7 @@ def render_summary(planned: Planned, summary: Summary) -> RenderableType:
 
     add("loss", _say_losses(summary))
     add("time", _say_time(planned, summary))
-    add("peak", _say_peaks(planned, summary))
+    add("peak", _say_peaks(planned, summary, baseline_bytes))
     return table
 
 
@@ -56,7 +69,16 @@ def say_where(folder: Path) -> str:
 def _say_losses(summary: Summary) -> Iterable[str]:
     if summary.first_loss and summary.last_loss:
         (first, before), (last, after) = summary.first_loss, summary.last_loss
-        yield f"{before:.4f} in step {first} -> {after:.4f} in step {last}"
+        ends = f"{before:.4f} in step {first} -> {after:.4f} in step {last}"
+        if summary.tenth_losses is None:
+            yield ends + ("" if first == last else " (single batches: noisy)")
+        else:
+            early, late = summary.tenth_losses
+            yield (
+                f"{early:.4f} -> {late:.4f}, means of the first and the last"
+                f" {summary.num_in_tenth} steps"
+            )
+            yield f"single steps: {ends}"
     if summary.eval_losses:
         yield "evaluation: " + " -> ".join(
             f"{loss:.4f} after step {step}" for step, loss in _ends(summary.eval_losses)
@@ -86,14 +108,25 @@ def median_ns(summary: Summary) -> int | None:
     return round(steps[len(steps) // 2] * 1e9) if steps else None
 
 
-def _say_peaks(planned: Planned, summary: Summary) -> Iterable[str]:
+def _say_peaks(planned: Planned, summary: Summary, baseline_bytes: int | None) -> Iterable[str]:
     for tier, (used, promised, budget) in _peaks(planned, summary).items():
-        line = f"{tier}: {format_bytes(used)}"
-        line += f" of {format_bytes(budget)}" if budget else ""
+        line = f"{tier}: {format_part(used, budget) if budget else format_bytes(used)}"
         if promised:
             line += f", predicted {format_bytes(promised)} ({_error(promised, used)})"
         yield line
-    yield f"process: {format_bytes(_largest_resident_bytes())} at its largest, libraries included"
+    yield _say_process(planned, baseline_bytes)
+
+
+def _say_process(planned: Planned, baseline_bytes: int | None) -> str:
+    """What the kernel counts, and why it is more than the budget."""
+    line = f"process: {format_bytes(_largest_resident_bytes())} of memory at its largest"
+    libraries = "" if baseline_bytes is None else f" ({format_bytes(baseline_bytes)})"
+    if planned.machine.device != "cpu":
+        return f"{line}, Python, torch and other libraries{libraries} included"
+    return (
+        f"{line}: what the device's budget counts, and Python, torch and other"
+        f" libraries{libraries}, which no budget counts"
+    )
 
 
 def _peaks(planned: Planned, summary: Summary) -> Mapping[str, tuple[int, int, int]]:
@@ -129,6 +162,7 @@ def summary_as_dict(planned: Planned, summary: Summary) -> dict[str, object]:
         "steps": summary.result.num_steps if summary.result else None,
         "first_loss": summary.first_loss[1] if summary.first_loss else None,
         "loss": summary.last_loss[1] if summary.last_loss else None,
+        "tenth_losses": list(summary.tenth_losses) if summary.tenth_losses else None,
         "eval_losses": [
             {"step": step, "eval_loss": loss if math.isfinite(loss) else None}
             for step, loss in summary.eval_losses

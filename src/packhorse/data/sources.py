@@ -178,7 +178,11 @@ def _list_folder(folder: Path) -> list[Path]:
 
 def _suggest_neighbour(path: Path) -> str:
     if not path.parent.is_dir():
-        return f"the folder {path.parent} does not exist either"
+        return (
+            f"the folder {path.parent} does not exist either: make it first, as the comments of the"
+            " recipe may say, or correct the path; relative ones count from\n"
+            f"{Path.cwd()}"
+        )
     names = [
         other.name
         for other in sorted(path.parent.iterdir())

@@ -18,9 +18,10 @@ from typing import Final, Literal
 
 from packhorse.machine.budget import DEFAULT_SCRATCH
 from packhorse.machine.cgroups import read_text
+from packhorse.machine.contention import BUSY_SHARE, CoreClocks
 from packhorse.machine.disks import find_disk, takes_direct_io
 from packhorse.machine.limits import REAL_ROOT, find_core_limit, find_cpu_model, find_memory_limit
-from packhorse.units import GIB, format_bytes
+from packhorse.units import GIB, format_bytes, format_part
 
 _CORE: Final = ("packhorse", "numpy", "pydantic", "PyYAML", "typer", "psutil", "highspy")
 _EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -51,6 +52,7 @@ def examine_machine(
     *,
     root: Path = REAL_ROOT,
     environment: Mapping[str, str] | None = None,
+    looks: tuple[CoreClocks, CoreClocks] | None = None,
 ) -> tuple[Finding, ...]:
     """Look at versions, cores, memory, huge pages and the scratch disk of this machine.
 
@@ -58,11 +60,13 @@ def examine_machine(
         scratch: the folder to look at; it need not exist.
         root: where /proc and /sys are found.
         environment: the environment variables; None takes this process's own.
+        looks: two looks at the cores' clocks, some time apart; None says nothing of others.
     """
     env = os.environ if environment is None else environment
     return (
         *_examine_versions(),
         *_examine_cores(root, env),
+        *(() if looks is None else _examine_others(*looks, root)),
         *_examine_memory(root),
         *_examine_huge_pages(root),
         *_examine_overcommit(root),
@@ -129,6 +133,23 @@ def _examine_cores(root: Path, env: Mapping[str, str]) -> list[Finding]:
     return findings
 
 
+def _examine_others(before: CoreClocks, after: CoreClocks, root: Path) -> list[Finding]:
+    taken, num_cores = after.others_since(before), after.num_cores
+    load = (read_text(root / "proc/loadavg") or "").split(" ")[0]
+    what = f"other processes use {taken:.1f} of {num_cores} cores now"
+    what += f" (load average of the last minute: {load})" if load else ""
+    if after.share_since(before, num_cores) < BUSY_SHARE:
+        return [Finding(level="ok", what=what)]
+    return [
+        Finding(
+            level="warning",
+            what=f"busy: {what}; rates and block times that are measured meanwhile are too slow,"
+            " and forecasts too long",
+            fix="wait until they are done, then `packhorse probe --fresh`, and plan again",
+        )
+    ]
+
+
 def _examine_memory(root: Path) -> list[Finding]:
     limit = find_memory_limit(root)
     findings = [
@@ -152,7 +173,7 @@ def _examine_memory(root: Path) -> list[Finding]:
             Finding(
                 level="warning",
                 what="less than half of the memory is free:"
-                f" {format_bytes(limit.available_bytes)} of {format_bytes(limit.limit_bytes)}",
+                f" {format_part(limit.available_bytes, limit.limit_bytes)}",
                 fix="end other programs, or set a budget that leaves them their memory",
             )
         )
@@ -222,7 +243,7 @@ def _examine_disk(scratch: str | os.PathLike[str], root: Path) -> list[Finding]:
         Finding(
             level="ok",
             what=f"scratch folder {place}: {disk.file_system} on {disk.drive},"
-            f" {format_bytes(disk.free_bytes)} free of {format_bytes(disk.total_bytes)},"
+            f" {format_part(disk.free_bytes, disk.total_bytes)} free,"
             f" direct I/O {'works' if direct else 'is not taken'}",
         )
     )

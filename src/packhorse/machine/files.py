@@ -27,6 +27,7 @@ from packhorse.machine.spec import (
     Link,
     Machine,
     MatmulPoint,
+    Saving,
     Tier,
     UpdateRate,
 )
@@ -44,6 +45,7 @@ _PARTS: Final[Mapping[str, type]] = {
     "matmul": MatmulPoint,
     "updates": UpdateRate,
     "heap": Heap,
+    "saving": Saving,
     "emulation": Emulation,
 }
 _PAGE_BYTES: Final = 4096
@@ -154,6 +156,12 @@ def check_machine(machine: Machine, where: str) -> None:
                 raise refuse(f"there is no tier named {end}", f"links[{index}]")
         if link.latency_ns < 0:
             raise refuse("a latency cannot be negative", f"links[{index}].latency_ns")
+        core_ns = link.core_ns_per_byte
+        if core_ns is not None and not (math.isfinite(core_ns) and core_ns >= 0):
+            raise refuse(
+                f"a core's time must be 0 or more, not {core_ns}",
+                f"links[{index}].core_ns_per_byte",
+            )
     for index, update in enumerate(machine.updates):
         if update.tier not in names:
             raise refuse(f"there is no tier named {update.tier}", f"updates[{index}].tier")
@@ -171,6 +179,13 @@ def check_machine(machine: Machine, where: str) -> None:
             f"links[{index}].burst_bytes_per_s": link.burst_bytes_per_s,
         }
         rates |= {key: rate for key, rate in found.items() if rate is not None}
+    if machine.saving is not None:
+        rates |= {
+            "saving.write_bytes_per_s": machine.saving.write_bytes_per_s,
+            "saving.checksum_bytes_per_s": machine.saving.checksum_bytes_per_s,
+        }
+        if machine.saving.sync_ns < 0:
+            raise refuse("a time cannot be negative", "saving.sync_ns")
     rates |= {f"matmul[{i}].flops_per_s": x.flops_per_s for i, x in enumerate(machine.matmul)}
     rates |= {
         f"updates[{i}].parameters_per_s": x.parameters_per_s for i, x in enumerate(machine.updates)
@@ -189,6 +204,8 @@ def check_machine(machine: Machine, where: str) -> None:
     ):
         if not (math.isfinite(share) and share >= 0):
             raise refuse(f"a share must be 0 or more, not {share}", f"heap.{key}")
+    if not 0 <= machine.busy_share <= 1:
+        raise refuse(f"a share must be 0 to 1, not {machine.busy_share}", "busy_share")
     if machine.emulation is not None:
         for what in _find_emulation_faults(machine, machine.emulation):
             raise refuse(what, "emulation")

@@ -25,6 +25,7 @@ from packhorse.machine.budget import (
     free_less_margin,
     grant_tiers,
 )
+from packhorse.machine.contention import read_core_clocks
 from packhorse.machine.disks import find_disk
 from packhorse.machine.drives import usable_bytes
 from packhorse.machine.limits import find_core_limit, find_cpu_model, find_memory_limit
@@ -49,6 +50,7 @@ from packhorse.machine.probe_disk import (
 )
 from packhorse.machine.probe_heap import measure_heap
 from packhorse.machine.probe_io import IoPath
+from packhorse.machine.probe_saving import measure_saving
 from packhorse.machine.probe_sustained import WriteLimits
 from packhorse.machine.spec import Drive, Link, Machine, Tier, TierName, UpdateRate
 from packhorse.units import MIB
@@ -258,9 +260,10 @@ def _measure(
 ) -> Machine:
     device = hardware.device
     near: TierName = "device" if device == "cpu" else "host"
-    num_parts = 6 if device == "cpu" else 7
+    num_parts = 7 if device == "cpu" else 8
     before = torch.get_num_threads()
     torch.set_num_threads(hardware.num_threads)
+    began = read_core_clocks()
     try:
         progress("matrix products in fp32", 0, num_parts)
         fp32 = measure_matmul(device, torch.float32)
@@ -280,6 +283,7 @@ def _measure(
             updates.append(UpdateRate(tier="host", parameters_per_s=rate))
         progress("heap modes", 4, num_parts)
         heap = measure_heap(hardware.num_threads)
+        busy_share = read_core_clocks().share_since(began, hardware.num_threads)
         progress("scratch disk", 5, num_parts)
         disk_tier = next(tier for tier in hardware.tiers if tier.name == "disk")
         disk = measure_disk(
@@ -290,8 +294,11 @@ def _measure(
             tell=progress,
         )
         links: list[Link] = [*disk.links(near)]
+        progress("saving files", 6, num_parts)
+        # A run folder lies beside the first scratch folder more often than anywhere else.
+        saving = measure_saving(disk_tier.drives[0].path, file_bytes=file_bytes)
         if device != "cpu":
-            progress("links to the device", 6, num_parts)
+            progress("links to the device", 7, num_parts)
             links += _measure_device_links(hardware)
     finally:
         torch.set_num_threads(before)
@@ -313,6 +320,8 @@ def _measure(
         memory_bytes_per_s=memory_bytes_per_s,
         updates=tuple(updates),
         heap=heap,
+        saving=saving,
+        busy_share=busy_share,
     )
 
 

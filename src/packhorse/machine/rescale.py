@@ -23,6 +23,7 @@ class RateFactors:
 
 def rescale_machine(machine: Machine, factors: RateFactors) -> Machine:
     """Multiply a machine's rates by what a run showed of them."""
+    saving = machine.saving
     return replace(
         machine,
         tiers=tuple(_rescale_tier(tier, factors) for tier in machine.tiers),
@@ -32,6 +33,8 @@ def rescale_machine(machine: Machine, factors: RateFactors) -> Machine:
             for update in machine.updates
         ),
         compute_scale=machine.compute_scale / factors.compute,
+        saving=saving
+        and replace(saving, write_bytes_per_s=saving.write_bytes_per_s * factors.disk_write),
     )
 
 

@@ -59,6 +59,8 @@ class Link:
     `bytes_per_s` is the rate that plans count on while the way back is idle; `mixed_bytes_per_s`
     the one while both ways are busy, None where nobody measured it. Where `bytes_per_s` is known to
     be what a drive sustains, `burst_bytes_per_s` is what it did before its cache was full.
+    `core_ns_per_byte` is how long moving a byte keeps a core of this computer busy, as a read does
+    whose pages the kernel has to make and clear; None where nobody measured it.
     """
 
     source: TierName
@@ -67,6 +69,7 @@ class Link:
     latency_ns: int
     mixed_bytes_per_s: float | None = None
     burst_bytes_per_s: float | None = None
+    core_ns_per_byte: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,20 @@ class Heap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """How fast files are saved: checkpoints and the finished model.
+
+    `write_bytes_per_s` is the rate through the page cache with all of it brought to the disk on
+    the way; `checksum_bytes_per_s` the one of CRC-32 on one core; `sync_ns` is what it takes to
+    bring a small change to the disk.
+    """
+
+    write_bytes_per_s: float
+    checksum_bytes_per_s: float
+    sync_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Emulation:
     """What a machine stands for: its rates are those of machine `of`, divided by `slowdown`.
 
@@ -116,7 +133,8 @@ class Machine:
     """One rank's hardware, as a plan sees it; with `emulation`, hardware that is only acted.
 
     `compute_scale` is how much longer blocks take in a run than when they are profiled alone, as a
-    run showed.
+    run showed. `busy_share` is the share of the compute threads' time that other processes took
+    while the rates of compute and memory were measured. `saving` is None where nobody measured it.
     """
 
     name: str
@@ -133,7 +151,9 @@ class Machine:
     memory_bytes_per_s: float
     updates: tuple[UpdateRate, ...]
     heap: Heap
+    saving: Saving | None = None
     compute_scale: float = 1.0
+    busy_share: float = 0.0
     emulation: Emulation | None = None
 
     def tier(self, name: TierName) -> Tier | None:

@@ -44,6 +44,7 @@ from packhorse.units import format_exact_bytes
 PLAN_NAME: Final = "plan.json"
 KIND: Final = "packhorse/plan"
 VERSION: Final = 1
+_RECIPE_KIND: Final = "packhorse/recipe"
 Value = TypeVar(
     "Value",
     int,
@@ -107,13 +108,10 @@ def parse_plan(text: str, *, where: str = "plan") -> Plan:
             fix="give the plan.json that `packhorse plan` wrote",
         )
     fields = Fields(content, where=where, path="")
-    kind = fields.text("kind")
+    kind = content.get("kind")
     if kind != KIND:
-        raise FileFormatError(
-            f"this file is of kind {kind!r}, not {KIND!r}",
-            where=where,
-            fix="give the plan.json that `packhorse plan` wrote",
-        )
+        raise _no_plan(content, where)
+    fields.text("kind")
     version = fields.count("version")
     if version > VERSION:
         raise FileFormatError(
@@ -124,6 +122,23 @@ def parse_plan(text: str, *, where: str = "plan") -> Plan:
     plan = _read_plan(fields)
     fields.finish()
     return plan
+
+
+def _no_plan(content: Mapping[object, object], where: str) -> FileFormatError:
+    """Say what a file is instead of a plan, and for a recipe the command that makes its plan."""
+    kind = content.get("kind")
+    if kind == _RECIPE_KIND or (kind is None and "model_name_or_path" in content):
+        return FileFormatError(
+            "this is a recipe, and a plan is wanted",
+            where=where,
+            fix=f"`packhorse plan {where}` makes its plan: then give plan.json",
+        )
+    what = "it names no kind" if kind is None else f"it is of kind {kind!r}"
+    return FileFormatError(
+        f"this is no plan: {what}, not {KIND!r}",
+        where=where,
+        fix="give a run folder, or the plan.json that `packhorse plan RECIPE` wrote",
+    )
 
 
 def _load(text: str, where: str) -> object:

@@ -37,6 +37,7 @@ class _Content:
     source: Literal["analytic", "measured"]
     base_bytes: int
     bodies: Mapping[str, tuple[int, int, int]]
+    busy_share: float = 0.0
 
 
 def format_profile(profile: Profile) -> str:
@@ -52,6 +53,7 @@ def format_profile(profile: Profile) -> str:
         "length": profile.length,
         "source": profile.source,
         "base_bytes": profile.base_bytes,
+        "busy_share": profile.busy_share,
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     bodies = ",\n    ".join(
@@ -126,4 +128,5 @@ def parse_profile(text: str, *, where: str = "profile") -> Profile:
             for body, (forward_ns, discard_ns, backward_ns) in found.bodies.items()
         },
         base_bytes=found.base_bytes,
+        busy_share=found.busy_share,
     )

@@ -31,6 +31,8 @@ class Profile:
 
     `base_bytes` is what the process holds beside everything that the ledger counts (interpreter
     objects of the traced graphs, tokenizer, allocator), measured after tracing; 0 if unknown.
+    `busy_share` is the share of the compute threads' time that other processes took while bodies
+    were measured.
     """
 
     model: str
@@ -39,3 +41,4 @@ class Profile:
     source: Literal["analytic", "measured"]
     bodies: Mapping[BodyId, BodyTime]
     base_bytes: int
+    busy_share: float = 0.0

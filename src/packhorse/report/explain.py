@@ -19,10 +19,10 @@ from packhorse.plan.spec import Plan, Prediction
 from packhorse.report.bars import Bar, StackedBar
 from packhorse.report.choices import fold_choices, say_durable
 from packhorse.report.colours import colour_of
-from packhorse.report.run import RunEstimate, run_as_dict
+from packhorse.report.run import MeasuredSteps, RunEstimate, run_as_dict
 from packhorse.report.tables import plain_table
 from packhorse.timeline.names import words_for
-from packhorse.units import format_bytes, format_count, format_ns, format_percent
+from packhorse.units import format_bytes, format_count, format_ns, format_part, format_percent
 
 _WORTH_A_BAR: Final = 0.1
 _NO_PREDICTION: Final = (
@@ -34,6 +34,15 @@ _NO_ADVICE: Final = (
 )
 _NO_RELIEF: Final = "Nothing but compute: a faster device, or fewer operations."
 _MOST_SHOWN: Final = 5
+_UNCOUNTED: Final = "Python, torch and other libraries themselves come on top"
+# Causes of memory whose names do not say it all.
+_LEGEND: Final[Mapping[str, str]] = {
+    "base": "objects of the traced model, data and code loaded later; libraries are not counted",
+    "slots": "the disk's second copy of what steps change, so that a killed run can go on",
+    "ahead": "what lanes bring or keep before its turn, where memory is left",
+    "heap": "by how much the C heap outgrows what lives in it",
+    "workspace": "what a task needs only while it runs",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +53,10 @@ class Advice:
     clipping: str
 
 
-def plan_table(plan: Plan, run: RunEstimate | None = None) -> RenderableType:
-    """Render a plan in short: fits, step, run."""
+def plan_table(
+    plan: Plan, run: RunEstimate | None = None, so_far: MeasuredSteps | None = None
+) -> RenderableType:
+    """Render a plan in short: fits, step, run; and beside them what its run took so far."""
     table = plain_table(heads=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
@@ -56,11 +67,15 @@ def plan_table(plan: Plan, run: RunEstimate | None = None) -> RenderableType:
     else:
         for at, (tier, causes) in enumerate(prediction.peak_bytes.items()):
             table.add_row("" if at else "fits", _say_peak(plan, tier, causes))
+            if tier == "device" and plan.numerics.device == "cpu":
+                table.add_row("", Text(f"({_UNCOUNTED})", style="dim"))
         table.add_row("step", _say_step(plan, prediction))
         table.add_row("", Text(f"bound by {words_for(prediction.bottleneck)}", style="dim"))
-    table.add_row("kept", _say_kept(plan))
+    table.add_row("resume", _say_kept(plan))
     for at, line in enumerate(_say_run(run) if run else ()):
         table.add_row("" if at else "run", line)
+    if so_far is not None:
+        table.add_row("so far", _say_so_far(plan, so_far))
     return table
 
 
@@ -126,9 +141,7 @@ def _say_peak(plan: Plan, tier: str, causes: Mapping[str, int]) -> str:
     if not budget_bytes:
         return f"{tier}: {format_bytes(peak_bytes)} at the peak"
     share = format_percent(peak_bytes / budget_bytes)
-    return (
-        f"{tier}: {format_bytes(peak_bytes)} of {format_bytes(budget_bytes)} at the peak, {share}"
-    )
+    return f"{tier}: {format_part(peak_bytes, budget_bytes)} at the peak, {share}"
 
 
 def _say_step(plan: Plan, prediction: Prediction) -> str:
@@ -136,33 +149,63 @@ def _say_step(plan: Plan, prediction: Prediction) -> str:
     tokens = numerics.microbatch_rows.value * numerics.num_microbatches * plan.length
     rate = tokens * 1e9 / prediction.step_ns if prediction.step_ns else 0.0
     return (
-        f"{format_ns(prediction.step_ns)}, up to {format_count(rate)} tokens/s;"
+        f"{format_ns(prediction.step_ns)}, {format_count(rate)} tokens/s (full rows);"
         f" disk: {format_bytes(prediction.disk_read_bytes)} read,"
         f" {format_bytes(prediction.disk_written_bytes)} written"
     )
 
 
 def _say_kept(plan: Plan) -> str:
-    """How often a killed run could go on, and what that takes of the disk."""
-    words, prediction = say_durable(plan.durable.value), plan.prediction
-    if plan.durable.value == "off" or prediction is None:
-        return f"{words}: {plan.durable.because}" if plan.durable.value == "off" else words
+    """From where a killed run could go on, and what that takes of the disk."""
+    if plan.durable.value == "off":
+        return f"from checkpoints alone: {plan.durable.because}"
+    every = plan.durable.value
+    words = "every step is kept" if every == 1 else f"{say_durable(every)} the state is kept"
+    prediction = plan.prediction
+    if prediction is None:
+        return words
     slots_bytes = prediction.peak_bytes.get("disk", {}).get("slots", 0)
     behind = prediction.kept_bytes_per_step
     written = f", {format_bytes(behind)} more written a step" if behind else ""
     return f"{words}, {format_bytes(slots_bytes)} of disk for it{written}"
 
 
+def _say_so_far(plan: Plan, so_far: MeasuredSteps) -> str:
+    """What the steps that are done took, and what is left by that."""
+    one = so_far.num_recent == 1
+    steps = "step" if one else f"{so_far.num_recent} steps"
+    whose = "" if so_far.by_this_plan else ", by another plan,"
+    line = (
+        f"{so_far.num_done} of {so_far.num_steps} steps are done; the last {steps}{whose} took"
+        f" {format_ns(so_far.step_ns)}{'' if one else ' each'}: {format_ns(so_far.rest_ns)} for the"
+        f" {so_far.num_left} that are left"
+    )
+    prediction = plan.prediction
+    if prediction is None or not so_far.by_this_plan:
+        return line
+    promised_ns = prediction.step_ns
+    return (
+        f"{line}; the plan says {format_ns(promised_ns)} a step,"
+        f" {format_ns(promised_ns * so_far.num_left)}"
+    )
+
+
 def _say_run(run: RunEstimate) -> list[str]:
-    first = f"{format_ns(run.first_step_ns)} to the first step, " if run.first_step_ns else ""
-    tokens = f"{format_count(run.num_tokens)} tokens at {format_count(run.tokens_per_s)} tokens/s"
-    lines = [f"{run.num_steps} steps, {tokens}: {first}{format_ns(run.total_ns)} in all"]
+    first = ""
+    if run.first_step_ns:
+        first = f", {format_ns(run.first_step_ns)} of it before step 1 begins"
+    rate = f"{format_count(run.tokens_per_s)} tokens/s with the data's rows"
+    tokens = f"{format_count(run.num_tokens)} tokens, {rate}"
+    lines = [f"{format_ns(run.total_ns)} in all{first}: {run.num_steps} steps, {tokens}"]
     if run.num_saves:
         seconds = f", {format_ns(run.checkpoint_ns)} to save" if run.checkpoint_ns else ""
         lines.append(
             f"checkpoint: {format_bytes(run.checkpoint_bytes)}{seconds},"
             f" {run.num_saves} in the run, {min(run.num_kept, run.num_saves)} kept"
         )
+    if run.weights_ns:
+        took = format_ns(run.weights_ns)
+        lines.append(f"model at the end: {format_bytes(run.weights_bytes)}, {took} to save")
     if run.num_evaluations:
         times = "once" if run.num_evaluations == 1 else f"{run.num_evaluations} times"
         lines.append(f"evaluation: {format_ns(run.evaluation_ns)}, {times} in the run")
@@ -190,7 +233,9 @@ def _memory_section(plan: Plan, tier: str, causes: Mapping[str, int]) -> list[Re
     if peak_bytes >= _WORTH_A_BAR * budget_bytes > 0:
         shares = [(size / budget_bytes, colour_of(cause)) for cause, size in used.items()]
         parts.append(_indent(StackedBar(parts=shares)))
-    return [*parts, _indent(_bars(used, peak_bytes or 1, format_bytes))]
+    legend = [f"{words_for(cause)}: {_LEGEND[cause]}" for cause in used if cause in _LEGEND]
+    parts.append(_indent(_bars(used, peak_bytes or 1, format_bytes)))
+    return [*parts, *(_indent(Text(line, style="dim")) for line in legend)]
 
 
 def _time_section(

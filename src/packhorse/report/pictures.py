@@ -182,9 +182,9 @@ def _draw_pool(
         return y + _POOL * (1 - used_bytes / top_bytes)
 
     facts = f"peak {format_bytes(peak_bytes)}"
-    if capacity_bytes is not None:
-        share = f", {format_percent(peak_bytes / capacity_bytes)}" if capacity_bytes else ""
-        facts += f" of {format_bytes(capacity_bytes)}{share}"
+    if capacity_bytes:
+        share = format_percent(peak_bytes / capacity_bytes)
+        facts += f", {share} of {format_bytes(capacity_bytes)}"
     parts = [
         f'<rect class="row" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_POOL}"/>',
         _text(_LEFT, y - 6, f"pool {pool}", "ink"),

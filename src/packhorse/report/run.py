@@ -6,7 +6,6 @@ In: a plan with its prediction, the machine, and how long and how often. Out: a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 from packhorse.errors import InputError
 from packhorse.machine.spec import Machine
@@ -19,10 +18,11 @@ class RunEstimate:
     """A run of `num_steps` steps, saved `num_saves` times, the last `num_kept` saves staying.
 
     `first_step_ns` is the time until the first step starts, None if unknown. `evaluation_ns` is one
-    of `num_evaluations` passes over the evaluation data. `checkpoint_ns` is None for a machine that
-    has no rate for writing to disk. `weights_bytes` is the finished model at the top of the run
-    folder. `endurance_bytes` is what the drive may be written in its life, None if unknown.
-    `disk_rates` says which rates of the disk the times count on, None without one.
+    of `num_evaluations` passes over the evaluation data. `checkpoint_ns` is one save and
+    `weights_ns` that of the finished model at the top of the run folder, of `weights_bytes`; None
+    for a machine that has no rate for writing to disk. `endurance_bytes` is what the drive may be
+    written in its life, None if unknown. `disk_rates` says which rates of the disk the times count
+    on, None without one.
     """
 
     num_steps: int
@@ -40,6 +40,7 @@ class RunEstimate:
     written_bytes_per_step: int
     endurance_bytes: int | None
     disk_rates: str | None = None
+    weights_ns: int | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -48,8 +49,8 @@ class RunEstimate:
 
     @property
     def total_ns(self) -> int:
-        """All steps, all saves, all evaluations, and the way to the first step."""
-        saves_ns = self.num_saves * (self.checkpoint_ns or 0)
+        """All steps, saves and evaluations, the way to the first step, and the model's save."""
+        saves_ns = self.num_saves * (self.checkpoint_ns or 0) + (self.weights_ns or 0)
         evaluations_ns = self.num_evaluations * self.evaluation_ns
         steps_ns = self.num_steps * self.step_ns
         return steps_ns + saves_ns + evaluations_ns + (self.first_step_ns or 0)
@@ -82,6 +83,30 @@ class RunEstimate:
         return self.written_bytes / self.endurance_bytes if self.endurance_bytes else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSteps:
+    """What the steps of a run took that are done; `step_ns` is the median of the last few.
+
+    `by_this_plan` is False where the run had another plan then.
+    """
+
+    num_done: int
+    num_steps: int
+    num_recent: int
+    step_ns: int
+    by_this_plan: bool
+
+    @property
+    def num_left(self) -> int:
+        """Steps that are still to come."""
+        return max(0, self.num_steps - self.num_done)
+
+    @property
+    def rest_ns(self) -> int:
+        """How long those take by what was measured; steps alone."""
+        return self.num_left * self.step_ns
+
+
 def estimate_run(
     plan: Plan,
     machine: Machine,
@@ -91,6 +116,8 @@ def estimate_run(
     num_kept: int,
     weights_bytes: int,
     checkpoint_bytes: int,
+    checkpoint_ns: int | None = None,
+    weights_ns: int | None = None,
     num_evaluations: int = 0,
     evaluation_ns: int = 0,
     tokens_per_step: int | None = None,
@@ -100,12 +127,14 @@ def estimate_run(
 
     Args:
         plan: a plan that has a prediction.
-        machine: gives the rate at which checkpoints are written, and the drive's endurance.
+        machine: gives the rates of its disk, and the drive's endurance.
         num_steps: optimizer steps of the whole run.
         num_saves: checkpoints written in the whole run.
         num_kept: checkpoints that stay.
         weights_bytes: size of the finished model.
         checkpoint_bytes: size of a checkpoint.
+        checkpoint_ns: time of saving one, if known.
+        weights_ns: time of saving the finished model, if known.
         num_evaluations: passes over the evaluation data in the whole run.
         evaluation_ns: time of one of them.
         tokens_per_step: None takes all rows at full length.
@@ -121,7 +150,7 @@ def estimate_run(
             fix="make it with `packhorse plan RECIPE`, which predicts, or train by it: `packhorse"
             " train RECIPE --plan PLAN` predicts first",
         )
-    link, disk = machine.link("device", "disk"), machine.tier("disk")
+    disk = machine.tier("disk")
     numerics = plan.numerics
     all_tokens = numerics.microbatch_rows.value * numerics.num_microbatches * plan.length
     return RunEstimate(
@@ -135,7 +164,8 @@ def estimate_run(
         evaluation_ns=evaluation_ns,
         weights_bytes=weights_bytes,
         checkpoint_bytes=checkpoint_bytes,
-        checkpoint_ns=ceil(checkpoint_bytes * 1e9 / link.bytes_per_s) if link else None,
+        checkpoint_ns=checkpoint_ns,
+        weights_ns=weights_ns,
         scratch_bytes=plan.prediction.scratch_bytes,
         written_bytes_per_step=plan.prediction.disk_written_bytes
         + plan.prediction.kept_bytes_per_step,
@@ -160,6 +190,7 @@ def run_as_dict(run: RunEstimate) -> dict[str, object]:
         "checkpoint_bytes": run.checkpoint_bytes,
         "checkpoint_ns": run.checkpoint_ns,
         "weights_bytes": run.weights_bytes,
+        "weights_ns": run.weights_ns,
         "scratch_bytes": run.scratch_bytes,
         "worst_disk_bytes": run.worst_disk_bytes,
         "written_bytes_per_step": run.written_bytes_per_step,

@@ -75,8 +75,9 @@ class TimelinePicture:
             curve = _curve_row(points, end_ns, width, top_bytes or peak_bytes, levels)
             yield _head(f"pool {pool}") + Text(curve, style=colour_of("forward"))
             fact = f"peak {format_bytes(peak_bytes)}"
-            if capacity_bytes is not None:
-                fact += f" of {format_bytes(capacity_bytes)}"
+            if capacity_bytes:
+                share = format_percent(peak_bytes / capacity_bytes)
+                fact += f", {share} of {format_bytes(capacity_bytes)}"
             yield Text(" " * _LEFT + fact, style="dim")
         yield from _legend(self.timeline, options.max_width)
 

@@ -18,12 +18,14 @@ from packhorse.search.knapsack import choose_moves
 from packhorse.search.peaks import explain_peaks, fullest_task
 from packhorse.search.sketch import Sketches
 from packhorse.search.space import UNLIMITED_BYTES, Setting, find_away_tiers
-from packhorse.timeline.names import name_of
+from packhorse.timeline.names import name_of, words_for
 from packhorse.units import MIB, format_bytes, format_exact_bytes
 
 CLOSE_LOOKS: Final = 6
-# A sixty-fourth of the base: far more than it was ever seen to vary by.
+# The next process measures its base anew and finds it some MiB larger or smaller: what is advised
+# leaves a sixty-fourth of it and this much more.
 BASE_NOISE_SHARE: Final = 64
+BASE_NOISE_BYTES: Final = 4 * MIB
 
 
 def find_smallest(
@@ -75,15 +77,23 @@ def round_up_page(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
+def advise_bytes(need_bytes: int, base_bytes: int) -> int:
+    """The budget to type for a need: whole MiB, with room for a base that is found larger."""
+    noise_bytes = base_bytes // BASE_NOISE_SHARE + BASE_NOISE_BYTES if base_bytes else 0
+    return -(-(need_bytes + noise_bytes) // MIB) * MIB
+
+
 def refuse(evaluator: Evaluator, smallest: Evaluation) -> DoesNotFitError:
     """Say what is needed, what is there, which block is the cause, and what would work."""
     needs = evaluator.needs_of_all(smallest)
     have = evaluator.budget_bytes
-    least: dict[TierName, int] = {tier: round_up_page(need) for tier, need in needs.items()}
-    short: list[TierName] = [tier for tier in least if least[tier] > have.get(tier, 0)]
-    # The next process measures its base anew and finds it a little larger or smaller.
+    short: list[TierName] = [
+        tier for tier, need in needs.items() if round_up_page(need) > have.get(tier, 0)
+    ]
     base_bytes = smallest.setting.candidate.profile.base_bytes
-    least["device"] += base_bytes // BASE_NOISE_SHARE // MIB * MIB
+    least: dict[TierName, int] = {
+        tier: advise_bytes(needs[tier], base_bytes if tier == "device" else 0) for tier in short
+    }
     lines = [
         f"tier {tier}: needs {format_bytes(needs[tier])}, has {format_bytes(have.get(tier, 0))}"
         for tier in needs
@@ -91,7 +101,7 @@ def refuse(evaluator: Evaluator, smallest: Evaluation) -> DoesNotFitError:
     lines.append(_name_cause(evaluator, smallest))
     grant = ",".join(f"{tier}={format_exact_bytes(least[tier])}" for tier in short)
     setting = smallest.setting
-    hints = [f"grant at least --budget {grant}: the smallest budget that works"]
+    hints = [f"grant at least --budget {grant}: about the smallest budget that works"]
     if setting.model.rows > 1:
         hints.append("or offer smaller micro-batches (per_device_train_batch_size: 1)")
     hints.append("or take a shorter max_length")
@@ -109,6 +119,7 @@ def refuse(evaluator: Evaluator, smallest: Evaluation) -> DoesNotFitError:
         ),
         where="\n".join(lines),
         fix="\n".join(hints),
+        least_bytes={str(tier): size for tier, size in least.items()},
     )
 
 
@@ -129,5 +140,5 @@ def _name_cause(evaluator: Evaluator, smallest: Evaluation) -> str:
             moment = f"the task {name_of(task)}"
     causes = explain_peaks(plan, setting.model, program)["device"]
     parts = sorted(causes.items(), key=lambda item: -item[1])
-    held = ", ".join(f"{cause} {format_bytes(size)}" for cause, size in parts)
+    held = ", ".join(f"{words_for(cause)} {format_bytes(size)}" for cause, size in parts)
     return f"at least: {moment} holds {held}"

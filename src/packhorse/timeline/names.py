@@ -59,6 +59,9 @@ _WORDS: Final[Mapping[str, str]] = {
     "disk_write": "write to disk",
     "copy_in": "copy in",
     "copy_out": "copy out",
+    "base": "process itself",
+    "slots": "kept steps",
+    "ahead": "brought ahead",
 }
 
 
@@ -119,5 +122,5 @@ def name_of(task: Task) -> str:
 
 
 def words_for(kind: str) -> str:
-    """Spell a kind or a lane for people."""
+    """Spell a kind, a lane or a cause of memory for people."""
     return _WORDS.get(kind, kind.replace("_", " "))

@@ -308,14 +308,19 @@ def _say_measured(
     limit = format_ns(limit_s * 1e9)
     if num_complete:
         return (
-            f"{num_complete} of {num_candidates} ways to cut the step were measured in {limit}; the"
-            " times of the others are scaled from the first"
+            f"of {num_candidates} ways to cut the step {_count_were(num_complete)} measured in"
+            f" {limit}; the times of the others are scaled from the first"
         )
     ran, num_bodies = (0, 0) if first is None else (first.num_measured, first.num_bodies)
     return (
-        f"{ran} of {num_bodies} kinds of blocks were measured in {limit}, for the smallest"
-        " micro-batch; other times are the machine's rates, scaled by what those blocks took"
+        f"of {num_bodies} kind{'' if num_bodies == 1 else 's'} of blocks {_count_were(ran)}"
+        f" measured in {limit}, for the smallest micro-batch; other times are the machine's rates"
+        + (", scaled by what those blocks took" if ran else "")
     )
+
+
+def _count_were(count: int) -> str:
+    return {0: "none was", 1: "1 was"}.get(count, f"{count} were")
 
 
 def _here(device: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 
 from packhorse.checkpoint.tensor_files import find_model_files
 from packhorse.errors import FileFormatError, InputError, ModelError
+from packhorse.trainer.model_paths import check_model_path
 
 CONFIG_NAME: Final = "config.json"
 _HUB_FILES: Final = (
@@ -50,13 +51,7 @@ def find_model(name_or_path: str) -> ModelSource:
         return ModelSource(name=path.parent.name, folder=path.parent, config=path, weights=None)
     if path.is_dir():
         return _find_in_folder(path, path.resolve().name)
-    looks_like_path = path.is_absolute() or name_or_path.startswith((".", "~"))
-    if looks_like_path or name_or_path.count("/") > 1 or path.suffix == ".json":
-        raise ModelError(
-            f"there is no model at {name_or_path}",
-            where="model_name_or_path",
-            fix="name a folder with config.json and safetensors, a config.json, or a Hub id",
-        )
+    check_model_path(name_or_path)
     return _find_in_folder(find_on_hub(name_or_path), name_or_path.rpartition("/")[2])
 
 

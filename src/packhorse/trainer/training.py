@@ -89,6 +89,7 @@ def train(
 
     Args:
         prepared: from `prepare_run`.
+    go_on: str = "packhorse train RECIPE --resume",
         plan: for this model, batch and machine.
         machine: its disk tier names the scratch folders, and how their bytes move.
         traced: the model as the plan says; traced here when absent.
@@ -105,6 +106,7 @@ def train(
         InputError: another process trains in the folder, it holds state and the start is fresh,
             there is nothing to resume, or the plan is for something else.
         StorageError: what the run saves will not fit on the disk, or the disk fails.
+        go_on: the command that resumes the run, for who stops it.
         NonFiniteError: a loss or gradient is NaN or infinite.
         StoppedError: a signal came; the state was saved.
     """
@@ -177,6 +179,7 @@ def train(
             run.note(text)
         return run.go(finished)
 
+            go_on=go_on,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
@@ -196,6 +199,7 @@ class _Run:
         data = self.prepared.data
         num_steps = data.num_steps
         if finished > num_steps:
+    go_on: str
             raise InputError(
                 f"the checkpoint is after step {finished}, but the run has {num_steps} steps",
                 where="recipe: max_steps, num_train_epochs",
@@ -429,9 +433,9 @@ class _Run:
             return StoppedError(
                 f"stopped by {self.signals.name} before the first step",
                 where=str(self.folder.path),
-                fix="packhorse train RECIPE --resume",
+                fix=self.go_on,
             )
-        fix = "packhorse train RECIPE --resume"
+        fix = self.go_on
         if saved_step != step or recipe.save_only_model:
             if self.session.keeps:
                 self.session.keep_now(self.saver.describe_state(step))
