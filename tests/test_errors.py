@@ -15,6 +15,7 @@ PINNED: dict[type[errors.PackhorseError], tuple[int, str]] = {
     errors.DataError: (2, ""),
     errors.ModelError: (2, ""),
     errors.FileFormatError: (2, ""),
+    errors.OtherVersionError: (2, ""),
     errors.MismatchError: (2, ""),
     errors.RefusedError: (3, ""),
     errors.DoesNotFitError: (3, ""),

@@ -6,6 +6,7 @@
         DataError                       a data file, its rows or tokens
         ModelError                      a model that cannot be traced or loaded
         FileFormatError                 a file of ours: wrong kind, version, or damaged
+          OtherVersionError               of a version that another Packhorse can still use
         MismatchError                   a plan, checkpoint or program of another model
       RefusedError           exit 3   it does not fit, or a rule rejects it
         DoesNotFitError                 need / have per tier and the smallest budget that works
@@ -23,9 +24,9 @@ A message says what, the value, the limit, where, and what to change.
 
 from __future__ import annotations
 
-from typing import ClassVar
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 
 class PackhorseError(Exception):
@@ -74,6 +75,10 @@ class ModelError(InputError):
 
 class FileFormatError(InputError):
     """A file of ours has another kind, a newer version, or is damaged."""
+
+
+class OtherVersionError(FileFormatError):
+    """A file of ours has a version that this Packhorse does not read, but another one does."""
 
 
 class MismatchError(InputError):

@@ -20,7 +20,9 @@ from packhorse.model.files import format_model
 from packhorse.plan.files import read_plan
 from packhorse.program.digest import digest_program
 from packhorse.program.text import parse_program
-from packhorse.storage.kept_state import KeptState, describe_parts, find_kept, name_owner
+from packhorse.storage.extents import lay_out_extents
+from packhorse.storage.kept_layout import describe_layout
+from packhorse.storage.kept_state import KeptState, find_kept, name_owner
 from packhorse.storage.record import Entry, create_record
 from packhorse.storage.scratch_space import Scratch, ScratchPart, claim_space
 from packhorse.timeline.files import format_timeline, read_timeline
@@ -367,14 +369,19 @@ def test_clean_removes_leftovers_and_nothing_else(shell, tmp_path):
 
 def keep_state(scratch: Path, run: Path, step: int) -> KeptState:
     """What a killed run leaves in its scratch folder."""
-    scratch.mkdir(exist_ok=True)
-    (scratch / "packhorse-state.scratch").write_bytes(bytes(4096))
-    header = {"owner": name_owner(run), "file_bytes": 4096}
-    record = create_record(scratch / "packhorse-record.scratch", header, num_buffers=0)
-    record.add(Entry(step=step, slots=(), state={}))
-    record.close()
+    keep_in(Scratch(parts=(ScratchPart(folder=scratch),)), run, step, size_bytes=4096)
     ((kept,), _) = find_kept(scratch)
     return kept
+
+
+def keep_in(scratch: Scratch, run: Path, step: int, *, size_bytes: int) -> None:
+    extents = lay_out_extents({"grad/0": size_bytes})
+    with claim_space(scratch) as space:
+        space.create_file("state", size_bytes).close()
+        header = {"owner": name_owner(run), **describe_layout(space, extents, ())}
+        record = create_record(space.file_path("record"), header, num_buffers=0)
+        record.add(Entry(step=step, slots=(), state={}))
+        record.close()
 
 
 def test_clean_says_which_state_it_would_give_up(shell, tmp_path):
@@ -408,12 +415,7 @@ def test_clean_of_a_run_leaves_the_state_of_another_alone(shell, tmp_path):
 def keep_striped_state(first: Path, second: Path, run: Path, step: int) -> None:
     """What a killed run leaves in two scratch folders."""
     scratch = Scratch(parts=(ScratchPart(folder=first), ScratchPart(folder=second)))
-    with claim_space(scratch) as space:
-        space.create_file("state", 3 << 20).close()
-        header = {"owner": name_owner(run), "file_bytes": 3 << 20, **describe_parts(space)}
-        record = create_record(space.file_path("record"), header, num_buffers=0)
-        record.add(Entry(step=step, slots=(), state={}))
-        record.close()
+    keep_in(scratch, run, step, size_bytes=3 << 20)
 
 
 def test_clean_finds_every_part_of_a_state_and_no_other(shell, tmp_path):

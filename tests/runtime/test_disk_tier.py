@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from packhorse.errors import InputError
+from packhorse.errors import InputError, StorageError
 from packhorse.program.buffers import Buffer, BufferId, PoolId
 from packhorse.runtime.disk import DiskTier, Keeping
-from packhorse.storage.kept_state import find_kept, open_kept, remove_kept
+from packhorse.storage.kept_check import find_stale
+from packhorse.storage.kept_state import KeptState, find_kept, open_kept, remove_kept
 from packhorse.storage.scratch_folder import find_leftovers
 from packhorse.storage.scratch_space import Scratch, ScratchPart
 
@@ -167,6 +170,7 @@ def test_a_torn_record_and_a_lost_file_are_told_by_name(tmp_path: Path) -> None:
 
 
 BIG = 5 * 2**20
+KEEP_BIG = Keeping(sizes_bytes={PARAM: BIG}, description={"owner": "run"})
 BIG_BUFFERS = {
     name: Buffer(id=name, size_bytes=BIG, pools=BUFFERS[name].pools, home=BUFFERS[name].home)
     for name in BUFFERS
@@ -239,3 +243,128 @@ def test_a_missing_part_is_not_believed(tmp_path: Path) -> None:
     found, (unreadable,) = find_kept(folders[0])
     assert found == ()
     assert "is missing" in unreadable.reason
+
+
+MOMENT, FROZEN = BufferId("exp_avg/0"), BufferId("param/1")
+# The moment lies on the disk and so comes first there; the parameter is written behind.
+BEHIND = {
+    name: Buffer(id=name, size_bytes=SIZE, pools=BUFFERS[PARAM].pools, home="disk")
+    for name in (FROZEN, MOMENT)
+}
+BEHIND_KEPT = Keeping(sizes_bytes={PARAM: SIZE, MOMENT: SIZE}, description={"owner": "run"})
+
+
+def read_kept(kept: KeptState) -> dict[str, int]:
+    """What the record and the file say, without the tier that wrote them."""
+    slots = dict(zip(kept.layout.in_slots, kept.entry.slots, strict=True))
+    found: dict[str, int] = {}
+    with open_kept(kept) as file:
+        for name in kept.layout.marked:
+            size_bytes, *offsets = kept.layout.buffers[name]
+            content = bytearray(size_bytes)
+            file.read_into(content, offsets[slots.get(name, 0)], size_bytes)
+            assert len(set(content)) == 1
+            found[name] = content[0]
+    return found
+
+
+def test_states_that_are_not_all_written_in_a_step_are_read_by_their_names(tmp_path: Path) -> None:
+    """A step without labels changes nothing, but what lies in memory is written behind all same."""
+    with DiskTier(BEHIND, tmp_path, BEHIND_KEPT) as disk:
+        write(disk, FROZEN, 9)
+        for step, moment in ((1, 1), (2, None), (3, 3), (4, None)):
+            if moment is not None:
+                write(disk, MOMENT, 10 + moment)
+            write(disk, PARAM, step)
+            disk.commit(step, {})
+            disk.settle()
+            ((kept,), _) = find_kept(tmp_path)
+            assert read_kept(kept) == {MOMENT: 11 if step < 3 else 13, PARAM: step, FROZEN: 9}
+            assert find_stale(kept) is None
+    ((kept,), _) = find_kept(tmp_path)
+    with DiskTier(BEHIND, tmp_path, BEHIND_KEPT, kept) as disk:
+        assert (read(disk, PARAM), read(disk, MOMENT), read(disk, FROZEN)) == (4, 13, 9)
+        # What is not written again keeps its mark.
+        write(disk, PARAM, 5)
+        disk.commit(5, {})
+    ((kept,), _) = find_kept(tmp_path)
+    assert find_stale(kept) is None
+    with kept.file.open("r+b") as file:
+        file.seek(kept.layout.buffers[FROZEN][1])
+        file.write(b"x")
+    assert find_stale(kept) == FROZEN
+
+
+@pytest.mark.parametrize("newcomer", [None, keeping("other"), keeping()])
+def test_state_that_may_come_back_is_left_alone(tmp_path: Path, newcomer: Keeping | None) -> None:
+    folders = tmp_path / "a", tmp_path / "b"
+    with DiskTier(BIG_BUFFERS, striped(*folders), KEEP_BIG) as disk:
+        fill(disk, PARAM, 1)
+        disk.commit(3, {})
+    part = next(folders[1].glob("*.scratch"))
+    part.rename(tmp_path / "part")
+    before = sorted(tmp_path.rglob("*"))
+    for place in (folders[0], striped(*folders)):
+        with pytest.raises(InputError, match="state of the run in run after step 3, which cannot"):
+            DiskTier(BIG_BUFFERS, place, newcomer)
+        assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "part").rename(part)
+    ((kept,), _) = find_kept(folders[0])
+    assert find_stale(kept) is None
+
+
+def test_what_a_file_was_filled_from_goes_with_it(tmp_path: Path) -> None:
+    with DiskTier(BUFFERS, tmp_path, keeping()) as disk:
+        write(disk, PARAM, 1)
+        disk.commit(5, {})
+    ((kept,), _) = find_kept(tmp_path)
+    with DiskTier(BUFFERS, tmp_path, None, kept) as disk:
+        write(disk, PARAM, 2)
+    assert find_kept(tmp_path) == ((kept,), ())
+    with DiskTier(BUFFERS, tmp_path, None, kept) as disk:
+        disk.discard()
+    assert find_leftovers(tmp_path) == ()
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["in-place", "other-plan"])
+@pytest.mark.parametrize("call", ["posix_fallocate", "fdatasync", "pwrite", "pwritev", "fsync"])
+@pytest.mark.parametrize("at", range(4))
+def test_wherever_the_disk_is_full_a_whole_step_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, at: int, same: bool
+) -> None:
+    with DiskTier(BUFFERS, tmp_path, keeping()) as disk:
+        write(disk, PARAM, 5)
+        disk.commit(5, {})
+    ((kept,), _) = find_kept(tmp_path)
+    inner, calls = getattr(os, call), 0
+
+    def fail(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls > at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return inner(*arguments)
+
+    failed: StorageError | None = None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        buffers = BUFFERS if same else {PARAM: BUFFERS[PARAM]}
+        try:
+            with DiskTier(buffers, tmp_path, keeping(), kept) as disk:
+                for step in (6, 7):
+                    write(disk, PARAM, step)
+                    disk.commit(step, {})
+                    disk.settle()
+        except StorageError as error:
+            failed = error
+    assert (failed is None) == (calls <= at)
+    assert failed is None or any(words in str(failed) for words in ("disk is full", "not fit"))
+    found, unreadable = find_kept(tmp_path)
+    assert unreadable == ()
+    assert found[-1].entry.step == 5 or same
+    for each in found:
+        assert find_stale(each) is None
+        assert read_kept(each) == {PARAM: each.entry.step}
+    assert {path.path for path in find_leftovers(tmp_path)} == {
+        path for each in found for path in each.files
+    }

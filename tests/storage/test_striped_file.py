@@ -246,7 +246,7 @@ def test_a_space_of_two_folders_keeps_and_removes_both_parts(tmp_path: Path) -> 
         foreign.write_bytes(b"theirs")
         removed = space.remove_files(but=[space.file_path("state")])
         assert sorted(leftover.path.name for leftover in removed) == [
-            f"packhorse-other-{space.tag}.scratch",
+            f"packhorse-other.1-{space.tag}.scratch",
             "packhorse-other.scratch",
         ]
         assert foreign.read_bytes() == b"theirs"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, TypedDict, cast
+from typing import Final, Self, cast
 
 import torch
 from torch import Tensor
 
-from packhorse.checkpoint.json_values import JsonObject
+from packhorse.checkpoint.json_values import JsonObject, JsonValue, is_object
 from packhorse.checkpoint.manifest import RunState, run_from_json, run_to_json
 from packhorse.checkpoint.tensor_plan import GRAD, MASTER, PARAM
 from packhorse.checkpoint.tensor_writer import TORCH_DTYPES
@@ -24,10 +24,13 @@ from packhorse.errors import FileFormatError, MismatchError
 from packhorse.model.spec import ITEM_BYTES, Model
 from packhorse.program.buffers import ChunkId, Layout, state_id
 from packhorse.storage.extents import ALIGNMENT_BYTES
+from packhorse.storage.kept_check import find_stale
+from packhorse.storage.kept_layout import is_count
 from packhorse.storage.kept_state import KeptState, name_owner, open_kept
 from packhorse.storage.record import Json
 
 _BLOCK_ELEMENTS: Final = 1 << 20
+_MOST_ELEMENTS: Final = 1 << 60
 
 
 def describe_kept(owner: Path, model: Model, layout: Layout) -> Json:
@@ -46,21 +49,12 @@ def kept_state_of(run: RunState) -> Json:
     return cast("Json", run_to_json(run))  # both are JSON objects
 
 
-class _Written(TypedDict):
-    model: str
-    dtypes: dict[str, str]
-    chunks: list[tuple[int, int, int]]
-    slots: dict[str, tuple[int, list[int]]]
-    buffers: dict[str, list[int]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
     model: str
     dtypes: dict[str, str]
     chunks: list[tuple[ChunkId, int, int]]
     slots: dict[str, tuple[int, tuple[int, ...]]]
-    buffers: dict[str, list[int]]
 
 
 class KeptRun:
@@ -75,8 +69,10 @@ class KeptRun:
         self._kept = kept
         state = cast("JsonObject", kept.entry.state)  # it was read as JSON
         self._run = run_from_json(state, where=kept.record)
+        if self._run.step != kept.entry.step:
+            raise _damaged(kept, f"it is of step {kept.entry.step} and of {self._run.step}")
         self._header = _read_header(kept)
-        self._slot_of = dict(zip(_with_slots(self._header), kept.entry.slots, strict=True))
+        self._slot_of = dict(zip(kept.layout.in_slots, kept.entry.slots, strict=True))
         self._file = open_kept(kept)
 
     def __enter__(self) -> Self:
@@ -124,7 +120,7 @@ class KeptRun:
         stop = begin + prod(shape)
         found = self._state(parameter, state)
         return all(
-            state_id(found, chunk) in self._header.buffers
+            state_id(found, chunk) in self._kept.layout.buffers
             for chunk, start, count in self._header.chunks
             if start < stop and begin < start + count
         )
@@ -148,7 +144,7 @@ class KeptRun:
 
     def _read(self, state: str, chunk: ChunkId, start: int, stop: int) -> Tensor:
         buffer = state_id(state, chunk)
-        _, *offsets = self._header.buffers[buffer]
+        _, *offsets = self._kept.layout.buffers[buffer]
         dtype = self._header.dtypes[state]
         begin = offsets[self._slot_of.get(buffer, 0)] + start * ITEM_BYTES[dtype]
         end = begin + (stop - start) * ITEM_BYTES[dtype]
@@ -164,7 +160,7 @@ class KeptRun:
             return state
         begin, _ = self._header.slots[parameter]
         chunk = next(c for c, start, n in self._header.chunks if start <= begin < start + n)
-        return MASTER if state_id(MASTER, chunk) in self._header.buffers else PARAM
+        return MASTER if state_id(MASTER, chunk) in self._kept.layout.buffers else PARAM
 
     def _mismatch(self, difference: str) -> MismatchError:
         return MismatchError(
@@ -181,22 +177,77 @@ class KeptRun:
         )
 
 
-def _with_slots(header: _Header) -> list[str]:
-    return [name for name, (_, *offsets) in header.buffers.items() if len(offsets) > 1]
+def verify_kept(kept: KeptState) -> None:
+    """Check that kept state is what was written; reads all of it once.
+
+    Raises:
+        FileFormatError: its record does not say what it must, or a buffer is not what was written.
+        StorageError: a part of its file is gone, or the disk fails.
+    """
+    with KeptRun(kept):
+        stale = find_stale(kept)
+    if stale is not None:
+        raise FileFormatError(
+            f"the scratch file is damaged: {stale} is not what was written",
+            where=str(kept.file),
+            fix="resume from a checkpoint; packhorse clean removes the scratch file",
+        )
 
 
 def _read_header(kept: KeptState) -> _Header:
-    if not set(_Written.__annotations__) <= set(kept.header):
-        raise FileFormatError(
-            "the record of the scratch file does not say how it is laid out",
-            where=str(kept.record),
-            fix="resume from a checkpoint; packhorse clean removes the scratch file",
-        )
-    written = cast("_Written", kept.header)  # as it was written, under the header's checksum
-    return _Header(
-        model=written["model"],
-        dtypes=written["dtypes"],
-        chunks=[(ChunkId(chunk), start, count) for chunk, start, count in written["chunks"]],
-        slots={name: (start, tuple(shape)) for name, (start, shape) in written["slots"].items()},
-        buffers=written["buffers"],
+    written = cast("JsonObject", kept.header)  # it was read as JSON
+    match written:
+        case {"model": str(model), "dtypes": dtypes, "chunks": chunks, "slots": slots}:
+            if not is_object(dtypes) or not isinstance(chunks, list) or not is_object(slots):
+                raise _damaged(kept, "dtypes, chunks or slots have another type")
+            header = _Header(
+                model=model,
+                dtypes={state: _read_dtype(kept, dtype) for state, dtype in dtypes.items()},
+                chunks=[_read_chunk(kept, chunk) for chunk in chunks],
+                slots={name: _read_slot(kept, slot) for name, slot in slots.items()},
+            )
+            _check_sizes(kept, header)
+            return header
+        case _:
+            raise _damaged(kept, "model, dtypes, chunks or slots are missing")
+
+
+def _check_sizes(kept: KeptState, header: _Header) -> None:
+    for chunk, _, count in header.chunks:
+        for state, dtype in header.dtypes.items():
+            size_bytes, *_ = kept.layout.buffers.get(state_id(state, chunk), (None,))
+            if size_bytes not in (None, count * ITEM_BYTES[dtype]):
+                raise _damaged(kept, f"{state} of chunk {chunk} has {size_bytes} bytes")
+
+
+def _read_dtype(kept: KeptState, dtype: JsonValue) -> str:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES.keys() & TORCH_DTYPES:
+        raise _damaged(kept, f"a dtype is {dtype!r:.80}")
+    return dtype
+
+
+def _read_chunk(kept: KeptState, chunk: JsonValue) -> tuple[ChunkId, int, int]:
+    match chunk:
+        case [int(number), int(start), int(count)] if start >= 0 and count >= 0:
+            return ChunkId(number), start, count
+        case _:
+            raise _damaged(kept, f"a chunk is {chunk!r:.80}")
+
+
+def _read_slot(kept: KeptState, slot: JsonValue) -> tuple[int, tuple[int, ...]]:
+    match slot:
+        case [int(start), [*shape]] if start >= 0:
+            sizes = tuple(size for size in shape if is_count(size, _MOST_ELEMENTS))
+            if len(sizes) == len(shape):
+                return start, sizes
+        case _:
+            pass
+    raise _damaged(kept, f"a slot is {slot!r:.80}")
+
+
+def _damaged(kept: KeptState, how: str) -> FileFormatError:
+    return FileFormatError(
+        f"the record of the scratch file is damaged: {how}",
+        where=str(kept.record),
+        fix="resume from a checkpoint; packhorse clean removes the scratch file",
     )

@@ -42,7 +42,8 @@ def clean_folder(
             "there is no such folder", where=str(path), fix="name a run folder or a scratch folder"
         )
     scratch = [path, *_find_scratch(path)]
-    parts = [part for kept in find_kept(path)[0] for part in kept.parts]
+    kept, unreadable = find_kept(path)
+    files = [file for state in (*kept, *unreadable) for file in state.files]
     remains = find_remains(path, scratch)
     for each in remains:
         screen.show_text(f"{each.path}: {each.what}, {format_bytes(each.size_bytes)}\n")
@@ -54,8 +55,8 @@ def clean_folder(
         with claim_run(path):
             for folder in scratch:
                 clean_scratch(folder, but=_find_others(folder, scratch))
-            for part in parts:
-                part.unlink(missing_ok=True)
+            for file in files:
+                file.unlink(missing_ok=True)
             clean_leftovers(path)
         removed = True
         screen.show_text(f"removed, {format_bytes(total_bytes)} freed\n")
@@ -92,7 +93,8 @@ def find_remains(path: Path, scratch: list[Path]) -> list[Remains]:
     words: dict[Path, str] = {}
     for folder in scratch:
         # Parts of a file that is striped over several folders lie in those.
-        for each in find_kept(folder)[0]:
+        kept, unreadable = find_kept(folder)
+        for each in kept:
             state = f"the state of the run in {each.owner} after step {each.entry.step}"
             words |= {file.absolute(): state for file in (each.file, *each.parts)}
             words[each.record.absolute()] = f"the record of {each.file.name}"
@@ -101,6 +103,15 @@ def find_remains(path: Path, scratch: list[Path]) -> list[Remains]:
                 found += [
                     Remains(path=part, what=state, size_bytes=part.stat().st_size)
                     for part in each.parts
+                ]
+        for each in unreadable:
+            state = f"state that cannot be read: {each.reason}"
+            words |= {file.absolute(): state for file in each.files}
+            if folder == path:
+                found += [
+                    Remains(path=part, what=state, size_bytes=part.stat().st_size)
+                    for part in each.files
+                    if part.parent.absolute() != folder.absolute() and part.is_file()
                 ]
     for folder in scratch:
         others = _find_others(folder, scratch)
@@ -129,12 +140,12 @@ def _find_others(folder: Path, scratch: list[Path]) -> tuple[Path, ...]:
     path, *places = scratch
     if folder == path:
         return ()
-    kept, _ = find_kept(places[0])
+    kept, unreadable = find_kept(places[0])
     theirs = {
         file.absolute()
-        for each in kept
+        for each in (*kept, *unreadable)
         if each.owner != name_owner(path)
-        for file in (each.file, *each.parts, each.record)
+        for file in each.files
     }
     return tuple(
         left.path

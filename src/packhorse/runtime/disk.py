@@ -20,14 +20,17 @@ from typing import Self
 from packhorse.errors import InputError, StorageError
 from packhorse.program.buffers import Buffer, BufferId
 from packhorse.storage.counters import IoCounters
-from packhorse.storage.extents import ExtentMap, lay_out_extents
+from packhorse.storage.extents import lay_out_extents
+from packhorse.storage.kept_layout import describe_layout, read_layout, second
 from packhorse.storage.kept_state import (
     NAMES,
     KeptState,
-    describe_parts,
     find_kept,
     refuse_kept,
+    refuse_unreadable,
+    remove_kept,
 )
+from packhorse.storage.page_marks import mark_pages
 from packhorse.storage.record import (
     Json,
     create_record,
@@ -81,12 +84,18 @@ class DiskTier:
         resumed: KeptState | None = None,
     ) -> None:
         sizes: dict[str, int] = {b.id: b.size_bytes for b in buffers.values() if "disk" in b.pools}
-        second: dict[str, int] = {}
+        others: dict[str, int] = {}
+        fixed: tuple[str, ...] = ()
         if keeping is not None:
             for name, size_bytes in keeping.sizes_bytes.items():
                 sizes[name] = size_bytes
-                second[_second(name)] = size_bytes
-        self._extents = lay_out_extents({**sizes, **second})
+                others[second(name)] = size_bytes
+            fixed = tuple(
+                buffer.id
+                for buffer in buffers.values()
+                if buffer.home == "disk" and buffer.id not in keeping.sizes_bytes
+            )
+        self._extents = lay_out_extents({**sizes, **others})
         self._folder: ScratchSpace | None = None
         self._file: StateFile | None = None
         self._slots: Slots | None = None
@@ -103,7 +112,7 @@ class DiskTier:
             )
         self._folder = claim_space(make_scratch(folder))
         try:
-            self._open(self._folder, keeping)
+            self._open(self._folder, keeping, fixed)
         except BaseException:
             self._close_files()
             self._folder.close()
@@ -158,7 +167,7 @@ class DiskTier:
         slot = 0
         if self._slots is not None and buffer in self._slots:
             slot = self._slots.slot_to_read(buffer)
-        extent = self._extents[_second(buffer) if slot else buffer]
+        extent = self._extents[second(buffer) if slot else buffer]
         self._file.read_into(address, extent.offset_bytes, extent.size_bytes)
 
     def write(self, buffer: BufferId, address: int) -> None:
@@ -170,11 +179,13 @@ class DiskTier:
         if self._slots is None or buffer not in self._slots:
             extent = self._extents[buffer]
             self._file.write_from(address, extent.offset_bytes, extent.size_bytes)
+            if self._slots is not None and self._slots.marks(buffer):
+                self._slots.wrote_fixed(buffer, mark_pages(address, extent.size_bytes))
             return
         slot = self._slots.slot_to_write(buffer)
-        extent = self._extents[_second(buffer) if slot else buffer]
+        extent = self._extents[second(buffer) if slot else buffer]
         self._file.write_from(address, extent.offset_bytes, extent.size_bytes)
-        self._slots.wrote(buffer, slot)
+        self._slots.wrote(buffer, slot, mark_pages(address, extent.size_bytes))
 
     def commit(self, step: int, state: Json) -> None:
         """Begin to make what was written durable as the state after `step`; see `Slots.commit`."""
@@ -191,7 +202,7 @@ class DiskTier:
         return self._slots is not None and buffer in self._slots
 
     def discard(self) -> None:
-        """Let the file go at the end even though it keeps a step: nobody needs it any more."""
+        """Let kept state go at the end, also what this one was filled from: nobody needs it."""
         self._discarded = True
 
     def close(self) -> None:
@@ -207,6 +218,7 @@ class DiskTier:
 
     def _close_files(self) -> None:
         stays = self.recorded_step is not None and not self._discarded
+        source = None if self.is_reopened else self._resumed
         if self._record is not None:
             self._record.close() if stays else self._record.remove()
             self._record = None
@@ -214,13 +226,18 @@ class DiskTier:
             self._file.close() if stays else self._file.remove()
             self._file = None
         self._slots = None
+        if source is not None and self._discarded:
+            remove_kept(source)
 
-    def _open(self, folder: ScratchSpace, keeping: Keeping | None) -> None:
-        kept, _ = find_kept(folder.path)
+    def _open(self, folder: ScratchSpace, keeping: Keeping | None, fixed: tuple[str, ...]) -> None:
+        kept, unreadable = find_kept(folder.path)
         mine = self._resumed
         for each in kept:
             if mine is None or each.record != mine.record:
                 raise refuse_kept(each, folder.path)
+        for other in unreadable:
+            if other.may_return:
+                raise refuse_unreadable(other, folder.path)
         folder.remove_files(but=() if mine is None else (mine.file, mine.record))
         used = None if mine is None else mine.names
         names = next(names for names in NAMES if names != used)
@@ -229,38 +246,27 @@ class DiskTier:
             return
         header = {
             **keeping.description,
-            "file_bytes": self.size_bytes,
-            **describe_parts(folder),
-            "buffers": _describe(self._extents),
+            **describe_layout(folder, self._extents, fixed),
         }
         if mine is not None:
             self._difference = first_difference(mine.header, header)
         if mine is not None and self._difference is None:
+            layout = mine.layout
             self._file = folder.open_file(mine.names[0], self.size_bytes)
             self._record = open_record(mine.record)
         else:
+            layout = read_layout(header)
             self._file = folder.create_file(names[0], self.size_bytes)
             self._record = create_record(
-                folder.file_path(names[1]), header, num_buffers=len(keeping.sizes_bytes)
+                folder.file_path(names[1]),
+                header,
+                num_buffers=len(layout.marked),
             )
+        # In the order of the header, by which an entry is read: not every reader has the plan.
         self._slots = Slots(
-            tuple(keeping.sizes_bytes),
+            layout.in_slots,
             flush=self._file.flush,
             record=self._record,
             recorded=mine.entry if mine is not None and self._difference is None else None,
+            fixed=layout.fixed,
         )
-
-
-def _second(name: str) -> str:
-    return f"{name}+"
-
-
-def _describe(extents: ExtentMap) -> dict[str, list[int]]:
-    """Size and offset of each buffer, then its second offset where it has one."""
-    found: dict[str, list[int]] = {}
-    for name, extent in extents.extents.items():
-        if name.endswith("+"):
-            found[name[:-1]].append(extent.offset_bytes)
-        else:
-            found[name] = [extent.size_bytes, extent.offset_bytes]
-    return found

@@ -11,16 +11,17 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
-from packhorse.errors import FileFormatError, InputError
+from packhorse.errors import FileFormatError, InputError, OtherVersionError
+from packhorse.storage.durable import fsync_folder
 from packhorse.storage.extents import ALIGNMENT_BYTES
-from packhorse.storage.record import Entry, Json, read_record
+from packhorse.storage.kept_layout import KeptLayout, read_layout
+from packhorse.storage.record import Entry, Found, Json, read_record
 from packhorse.storage.scratch_file import ScratchFile, open_scratch_file
 from packhorse.storage.scratch_folder import scratch_path
-from packhorse.storage.scratch_space import ScratchSpace, StateFile
+from packhorse.storage.scratch_space import StateFile, part_name
 from packhorse.storage.striped_file import StripedFile
-from packhorse.storage.stripes import Stripes
 
 NAMES: Final = (("state", "record"), ("state-2", "record-2"))
 """Two pairs of files, so that a new one can be filled from an old one."""
@@ -39,6 +40,7 @@ class KeptState:
     parts: tuple[Path, ...]
     record: Path
     header: Json
+    layout: KeptLayout
     entry: Entry
     damaged: tuple[str, ...]
 
@@ -48,17 +50,31 @@ class KeptState:
         return str(self.header.get("owner"))
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """All its files, the record first."""
+        return (self.record, self.file, *self.parts)
+
+    @property
     def size_bytes(self) -> int:
         """What its files take."""
-        return sum(path.stat().st_size for path in (self.file, *self.parts, self.record))
+        return sum(path.stat().st_size for path in self.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """A record that cannot be used, and why."""
+    """A record that cannot be used, and why.
+
+    `may_return` is True where nothing is known to be damaged: a drive is not there, or another
+    version of Packhorse can read it. `owner`, `step` and the parts among `files`, of which the
+    record is the first, are what the record says; None where it says nothing.
+    """
 
     path: Path
     reason: str
+    files: tuple[Path, ...]
+    owner: str | None
+    step: int | None
+    may_return: bool
 
 
 def find_kept(
@@ -68,34 +84,13 @@ def find_kept(
     found: list[KeptState] = []
     unreadable: list[Unreadable] = []
     for names in NAMES:
-        file, record = (scratch_path(folder, name) for name in names)
-        if not record.is_file():
-            continue
-        try:
-            read = read_record(record)
-        except FileFormatError as error:
-            unreadable.append(Unreadable(path=record, reason=error.what))
-            continue
-        stripes, folders = _read_parts(read.header)
-        part_name = f"{names[0]}-{read.header.get('tag')}"
-        files = (file, *(scratch_path(other, part_name) for other in folders))
-        wrong = _find_wrong(files, stripes.sizes(_file_bytes(read.header)))
-        if wrong is not None:
-            unreadable.append(Unreadable(path=record, reason=wrong))
-        elif read.entry is not None:
-            found.append(
-                KeptState(
-                    names=names,
-                    file=file,
-                    parts=files[1:],
-                    record=record,
-                    header=read.header,
-                    entry=read.entry,
-                    damaged=read.damaged,
-                )
-            )
-        elif read.damaged:
-            unreadable += [Unreadable(path=record, reason=reason) for reason in read.damaged]
+        match _look(Path(folder), names):
+            case KeptState() as kept:
+                found.append(kept)
+            case Unreadable() as other:
+                unreadable.append(other)
+            case None:
+                pass
     found.sort(key=lambda kept: kept.entry.step, reverse=True)
     return tuple(found), tuple(unreadable)
 
@@ -105,22 +100,13 @@ def name_owner(run_folder: Path) -> str:
     return str(run_folder.resolve())
 
 
-def remove_kept(kept: KeptState) -> None:
+def remove_kept(kept: KeptState | Unreadable) -> None:
     """Delete kept state; the record goes first, so that half of it is never believed."""
-    kept.record.unlink(missing_ok=True)
-    for file in (kept.file, *kept.parts):
+    record, *files = kept.files
+    record.unlink(missing_ok=True)
+    fsync_folder(record.parent)
+    for file in files:
         file.unlink(missing_ok=True)
-
-
-def describe_parts(space: ScratchSpace) -> Json:
-    """What the header says of a file that is striped over several folders; nothing of one."""
-    if len(space.stripes.units) == 1:
-        return {}
-    return {
-        "units": list(space.stripes.units),
-        "folders": [str(folder.absolute()) for folder in space.folders[1:]],
-        "tag": space.tag,
-    }
 
 
 def open_kept(kept: KeptState) -> StateFile:
@@ -129,42 +115,21 @@ def open_kept(kept: KeptState) -> StateFile:
     Raises:
         StorageError: a part is gone or has another size.
     """
-    stripes, _ = _read_parts(kept.header)
-    size_bytes = _file_bytes(kept.header)
+    layout = kept.layout
     with ExitStack() as undo:
         files: list[ScratchFile] = []
-        sizes = stripes.sizes(size_bytes)
+        sizes = layout.stripes.sizes(layout.file_bytes)
         for path, part_bytes in zip((kept.file, *kept.parts), sizes, strict=True):
             files.append(undo.enter_context(open_scratch_file(path, part_bytes)))
         undo.pop_all()
     if len(files) == 1:
         return files[0]
-    threads = [1] * len(files)
-    return StripedFile(files, stripes=stripes, num_threads=threads, size_bytes=size_bytes)
-
-
-def _read_parts(header: Json) -> tuple[Stripes, tuple[str, ...]]:
-    units, folders = header.get("units"), header.get("folders")
-    if not isinstance(units, list) or not isinstance(folders, list):
-        return Stripes(units=(1,)), ()
-    shares = cast("list[int]", units)  # as `describe_parts` wrote them, under a checksum
-    others = cast("list[str]", folders)  # the same
-    return Stripes(units=tuple(shares)), tuple(others)
-
-
-def _file_bytes(header: Json) -> int:
-    size_bytes = header.get("file_bytes")
-    return size_bytes if isinstance(size_bytes, int) else 0
-
-
-def _find_wrong(files: tuple[Path, ...], sizes: tuple[int, ...]) -> str | None:
-    """Say which part is not what the record speaks of, None when all are."""
-    for file, size_bytes in zip(files, sizes, strict=True):
-        found = file.stat().st_size if file.is_file() else None
-        if found != max(size_bytes, ALIGNMENT_BYTES):
-            has = "is missing" if found is None else f"has {found} bytes"
-            return f"the file it speaks of, {file.name}, {has}"
-    return None
+    return StripedFile(
+        files,
+        stripes=layout.stripes,
+        num_threads=[1] * len(files),
+        size_bytes=layout.file_bytes,
+    )
 
 
 def refuse_kept(kept: KeptState, folder: str | os.PathLike[str]) -> InputError:
@@ -176,4 +141,96 @@ def refuse_kept(kept: KeptState, folder: str | os.PathLike[str]) -> InputError:
         fix="to continue that run, start it with --resume;"
         f"\nto give its state up, run: packhorse clean {folder};"
         "\nto keep it for later, name another scratch folder in the disk budget",
+    )
+
+
+def refuse_unreadable(state: Unreadable, folder: str | os.PathLike[str]) -> InputError:
+    """Word the refusal to use a scratch folder whose state cannot be read, but may be one day."""
+    owner = "a run" if state.owner is None else f"the run in {state.owner}"
+    step = "" if state.step is None else f" after step {state.step}"
+    return InputError(
+        f"the scratch folder holds the state of {owner}{step}, which cannot be read:"
+        f" {state.reason}",
+        where=str(state.path),
+        fix="if a drive is not mounted, or a file was moved, bring it back, then --resume;"
+        f"\nto give this state up, run: packhorse clean {folder};"
+        "\nthen --resume goes on from the newest checkpoint",
+    )
+
+
+def _look(folder: Path, names: tuple[str, str]) -> KeptState | Unreadable | None:
+    """Read one pair of files; None where there is no finished step, nor ever was."""
+    file, record = (scratch_path(folder, name) for name in names)
+    if not record.is_file():
+        return None
+    unknown = Unreadable(
+        path=record, reason="", files=(record, file), owner=None, step=None, may_return=False
+    )
+    try:
+        read = read_record(record)
+    except OtherVersionError as error:
+        return _because(unknown, error.what, may_return=True)
+    except FileFormatError as error:
+        return _because(unknown, error.what)
+    entry = read.entry
+    if entry is None:
+        return _because(unknown, "; ".join(read.damaged)) if read.damaged else None
+    try:
+        layout = read_layout(read.header)
+        _check_entry(layout, entry)
+    except ValueError as error:
+        return _because(unknown, f"the record of the scratch file is damaged: {error}")
+    parts = tuple(
+        scratch_path(other, part_name(names[0], index, layout.tag))
+        for index, other in enumerate(layout.folders, 1)
+    )
+    said = Unreadable(
+        path=record,
+        reason="",
+        files=(record, file, *parts),
+        owner=_read_owner(read),
+        step=entry.step,
+        may_return=False,
+    )
+    sizes = layout.stripes.sizes(layout.file_bytes)
+    for path, size_bytes in zip((file, *parts), sizes, strict=True):
+        if path.is_symlink() or not path.is_file():
+            how = "is a link" if path.is_symlink() else "is missing"
+            return _because(said, f"the file it speaks of, {path}, {how}", may_return=True)
+        found_bytes, made_bytes = path.stat().st_size, max(size_bytes, ALIGNMENT_BYTES)
+        if found_bytes != made_bytes:
+            reason = f"the file it speaks of, {path}, has {found_bytes} bytes, not {made_bytes}"
+            return _because(said, reason)
+    return KeptState(
+        names=names,
+        file=file,
+        parts=parts,
+        record=record,
+        header=read.header,
+        layout=layout,
+        entry=entry,
+        damaged=read.damaged,
+    )
+
+
+def _check_entry(layout: KeptLayout, entry: Entry) -> None:
+    if len(entry.slots) != len(layout.in_slots):
+        raise ValueError(f"it has {len(entry.slots)} slots for {len(layout.in_slots)} buffers")
+    if len(entry.marks) != len(layout.marked):
+        raise ValueError(f"it has {len(entry.marks)} marks for {len(layout.marked)} buffers")
+
+
+def _read_owner(read: Found) -> str | None:
+    owner = read.header.get("owner")
+    return owner if isinstance(owner, str) else None
+
+
+def _because(state: Unreadable, reason: str, *, may_return: bool = False) -> Unreadable:
+    return Unreadable(
+        path=state.path,
+        reason=reason,
+        files=state.files,
+        owner=state.owner,
+        step=state.step,
+        may_return=may_return,
     )

@@ -16,23 +16,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, TypeGuard, cast
 
-from packhorse.errors import FileFormatError
+from packhorse.errors import FileFormatError, OtherVersionError, StorageError
 from packhorse.storage.durable import write_durably
 from packhorse.storage.extents import ALIGNMENT_BYTES, align_up
 from packhorse.storage.space import explain_failure
 
 KIND: Final = "packhorse/record"
-VERSION: Final = 1
+VERSION: Final = 2
 _HEAD: Final = struct.Struct("<8sII")  # magic, length, crc32 of what follows
 _MAGIC: Final = b"PHRECORD"
 _STATE_ROOM_BYTES: Final = 16384
+_MARK_CHARACTERS: Final = 8
+_NO_MARK: Final = "-" * _MARK_CHARACTERS
+_MARK: Final = re.compile(rf"[0-9a-f]{{{_MARK_CHARACTERS}}}|{_NO_MARK}")
+_SLOTS: Final = re.compile("[01]*")
+_MOST_BYTES: Final = 1 << 30
 NUM_ENTRIES: Final = 2
 
 Json = Mapping[str, object]
@@ -40,11 +46,16 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A finished step: its number, the slot of each buffer, and what the run says of itself."""
+    """A finished step: its number, the slot of each buffer, and what the run says of itself.
+
+    `marks` tell what each buffer with slots, then each fixed one, held: see `page_marks`. None is
+    a buffer of which nobody knows.
+    """
 
     step: int
     slots: tuple[int, ...]
     state: Json
+    marks: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +95,22 @@ class RecordFile:
         """Write an entry over the one before; blocks until it is on the disk.
 
         Raises:
-            StorageError: the disk fails; the entry before still stands.
+            StorageError: the disk fails, or the file is no longer the one at its path; the entry
+                before still stands.
         """
         assert self._descriptor is not None
+        if not self._is_there():
+            raise StorageError(
+                "the record of the scratch file changed under the run: it was removed or replaced",
+                where=str(self._path),
+                fix="keep other programs away from the scratch folder, then resume",
+            )
         body = json.dumps(
             {
                 "number": self._next_number,
                 "step": entry.step,
                 "slots": "".join(map(str, entry.slots)),
+                "marks": "".join(map(_write_mark, entry.marks)),
                 "state": entry.state,
             },
             separators=(",", ":"),
@@ -119,20 +138,39 @@ class RecordFile:
             self._descriptor = None
 
     def remove(self) -> None:
-        """Close the file and delete it."""
+        """Close the file and delete it, unless another file took its path."""
+        is_there = self._is_there()
         self.close()
-        self._path.unlink(missing_ok=True)
+        if is_there:
+            self._path.unlink(missing_ok=True)
+
+    def _is_there(self) -> bool:
+        if self._descriptor is None:
+            return False
+        try:
+            there = self._path.stat()
+        except OSError:
+            return False
+        mine = os.fstat(self._descriptor)
+        return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
 
 def create_record(path: Path, header: Json, *, num_buffers: int) -> RecordFile:
     """Make a record file without entries; replaces an old one. Blocks until it is on the disk.
 
+    Args:
+        num_buffers: most slots or marks of an entry.
+
     Raises:
-        StorageError: the disk is full or unwritable.
+        StorageError: the disk is full or unwritable. No file is left behind.
     """
-    entry_bytes = align_up(_STATE_ROOM_BYTES + num_buffers)
+    entry_bytes = align_up(_STATE_ROOM_BYTES + (1 + _MARK_CHARACTERS) * num_buffers)
     begin = _pack_header(header, entry_bytes)
-    write_durably(path, begin + bytes(NUM_ENTRIES * entry_bytes))
+    try:
+        write_durably(path, begin + bytes(NUM_ENTRIES * entry_bytes))
+    except StorageError:
+        path.unlink(missing_ok=True)
+        raise
     return RecordFile(path, header=header, entry_bytes=entry_bytes, next_number=0)
 
 
@@ -151,7 +189,8 @@ def read_record(path: Path) -> Found:
     """Read the header and the newest whole entry. Changes nothing.
 
     Raises:
-        FileFormatError: it cannot be read, or its header is damaged or of a newer version.
+        FileFormatError: it cannot be read, or its header is damaged.
+        OtherVersionError: another version of Packhorse wrote it, which may use it.
     """
     header, _, entries, damaged = _read(path)
     newest = max(entries, key=lambda pair: pair[0], default=None)
@@ -160,6 +199,8 @@ def read_record(path: Path) -> Found:
 
 def _read(path: Path) -> tuple[Json, int, list[tuple[int, Entry]], tuple[str, ...]]:
     try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise _damaged(path, f"it has more than {_MOST_BYTES} bytes")
         content = path.read_bytes()
     except OSError as error:
         raise FileFormatError(
@@ -171,14 +212,14 @@ def _read(path: Path) -> tuple[Json, int, list[tuple[int, Entry]], tuple[str, ..
     if parsed.get("kind") != KIND:
         raise _damaged(path, f"it is of kind {parsed.get('kind')!r}, not {KIND!r}")
     version, entry_bytes, header = (parsed.get(k) for k in ("version", "entry_bytes", "header"))
-    if not isinstance(version, int) or version > VERSION:
-        raise FileFormatError(
-            f"the record of the scratch file has version {version}, this Packhorse reads up to"
-            f" {VERSION}",
+    if version != VERSION:
+        raise OtherVersionError(
+            f"the record of the scratch file has version {version!r:.20}, this Packhorse reads"
+            f" version {VERSION}",
             where=str(path),
-            fix="install the version of Packhorse that wrote it, or a newer one",
+            fix="finish the run with the version of Packhorse that began it",
         )
-    if not isinstance(entry_bytes, int) or not isinstance(header, dict):
+    if not _is_number(entry_bytes, _MOST_BYTES) or not isinstance(header, dict):
         raise _damaged(path, "a key is missing or has another type")
     header = cast("Json", header)  # JSON has no other keys than texts
     start = len(_pack_header(header, entry_bytes))
@@ -186,6 +227,9 @@ def _read(path: Path) -> tuple[Json, int, list[tuple[int, Entry]], tuple[str, ..
     damaged: list[str] = []
     for index in range(NUM_ENTRIES):
         block = content[start + index * entry_bytes : start + (index + 1) * entry_bytes]
+        if len(block) < entry_bytes:
+            damaged.append(f"entry {index} of {path.name} is cut off")
+            continue
         if not any(block[: _HEAD.size]):
             continue  # never written
         body = _parse(block)
@@ -198,14 +242,35 @@ def _read(path: Path) -> tuple[Json, int, list[tuple[int, Entry]], tuple[str, ..
 
 
 def _read_entry(body: Json) -> tuple[int, Entry] | None:
-    match body:
-        case {"number": int(number), "step": int(step), "slots": str(slots), "state": state}:
-            if not isinstance(state, dict):
-                return None
-            said = cast("Json", state)  # JSON has no other keys than texts
-            return number, Entry(step=step, slots=tuple(map(int, slots)), state=said)
-        case _:
-            return None
+    number, step, slots, marks, state = (
+        body.get(key) for key in ("number", "step", "slots", "marks", "state")
+    )
+    if not _is_number(number) or not _is_number(step) or not isinstance(state, dict):
+        return None
+    if not isinstance(slots, str) or not _SLOTS.fullmatch(slots):
+        return None
+    if not isinstance(marks, str) or len(marks) % _MARK_CHARACTERS:
+        return None
+    parts = [marks[at : at + _MARK_CHARACTERS] for at in range(0, len(marks), _MARK_CHARACTERS)]
+    if not all(_MARK.fullmatch(part) for part in parts):
+        return None
+    entry = Entry(
+        step=step,
+        slots=tuple(map(int, slots)),
+        state=cast("Json", state),  # JSON has no other keys than texts
+        marks=tuple(None if part == _NO_MARK else int(part, 16) for part in parts),
+    )
+    return number, entry
+
+
+def _is_number(value: object, most: int | None = None) -> TypeGuard[int]:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return value >= 0 and (most is None or value <= most)
+
+
+def _write_mark(mark: int | None) -> str:
+    return _NO_MARK if mark is None else f"{mark:0{_MARK_CHARACTERS}x}"
 
 
 def _pack_header(header: Json, entry_bytes: int) -> bytes:
@@ -227,7 +292,7 @@ def _parse(block: bytes) -> Json | None:
         return None
     try:
         parsed: object = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return cast("Json", parsed) if isinstance(parsed, dict) else None  # keys of JSON are texts
 

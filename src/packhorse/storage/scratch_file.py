@@ -23,6 +23,7 @@ from typing import Final, Self
 
 from packhorse.errors import StorageError
 from packhorse.storage.counters import IoCounters, IoMeter
+from packhorse.storage.durable import fsync_folder
 from packhorse.storage.extents import ALIGNMENT_BYTES, align_up
 from packhorse.storage.memory import Memory, MemoryRange
 from packhorse.storage.space import explain_failure, free_bytes, no_space
@@ -146,10 +147,12 @@ class ScratchFile:
         Other threads may go on writing; what they write meanwhile may or may not be included.
 
         Raises:
-            StorageError: the disk fails; what was written since the last flush may be lost.
+            StorageError: the disk fails; what was written since the last flush may be lost. The
+                file is no longer the one at its path, or is shorter.
         """
+        descriptor = self._check(0, 0)
         try:
-            os.fdatasync(self._open_descriptor())
+            os.fdatasync(descriptor)
         except OSError as error:
             raise explain_failure(error, self._path, "flush the scratch file") from error
 
@@ -300,6 +303,7 @@ def create_scratch_file(
         raise explain_failure(error, target, "create the scratch file") from error
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
+        fsync_folder(target.parent)
     except OSError as error:
         target.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -363,7 +367,7 @@ def _open(path: Path, size_bytes: int, *, direct: bool | None, block_bytes: int)
                 fix="use a folder on a local disk, or allow buffered I/O",
             )
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
             raise explain_failure(error, path, "open the scratch file") from error
     return ScratchFile(
@@ -377,7 +381,7 @@ def _open_direct(path: Path) -> int | None:
         return None
     descriptor: int | None = None
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | _DIRECT)
         with mmap.mmap(-1, ALIGNMENT_BYTES) as page, memoryview(page) as view:
             os.preadv(descriptor, [view], 0)
     except OSError as error:

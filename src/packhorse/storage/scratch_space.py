@@ -136,8 +136,11 @@ class ScratchSpace:
         """
         first, *others = self._folders
         removed = [*first.remove_files(but=but)]
-        for folder in others:
-            keep = {folder.path / f"{path.stem}-{self.tag}{path.suffix}" for path in but}
+        for index, folder in enumerate(others, 1):
+            keep = {
+                folder.path / f"{part_name(path.stem, index, self.tag)}{path.suffix}"
+                for path in but
+            }
             keep |= {
                 left.path
                 for left in find_leftovers(folder.path)
@@ -158,10 +161,10 @@ class ScratchSpace:
         with ExitStack() as undo:
             files: list[ScratchFile] = []
             sizes = stripes.sizes(size_bytes)
-            for folder, part, part_bytes in zip(self._folders, parts, sizes, strict=True):
-                is_first = folder is self._folders[0]
+            places = enumerate(zip(self._folders, parts, sizes, strict=True))
+            for index, (folder, part, part_bytes) in places:
                 file = open_one(
-                    folder.file_path(name if is_first else f"{name}-{self.tag}"),
+                    folder.file_path(part_name(name, index, self.tag)),
                     part_bytes,
                     # Measured elsewhere it may be refused here: then it goes without.
                     direct=None if part.direct else part.direct,
@@ -178,6 +181,14 @@ class ScratchSpace:
             num_threads=[part.num_threads for part in parts],
             size_bytes=size_bytes,
         )
+
+
+def part_name(name: str, index: int, tag: str) -> str:
+    """Name the part of a file in the folder at `index`.
+
+    The number is in it, so that drives which change places are not taken for each other.
+    """
+    return f"{name}.{index}-{tag}" if index else name
 
 
 def part_tag(first: Path) -> str:

@@ -31,12 +31,20 @@ class Slots:
         flush: brings everything that was written to the disk.
         record: where finished steps are recorded.
         recorded: the entry that the record holds, whose slots are read; None for a new file.
+        fixed: buffers with one slot that are written before the first commit and stay.
     """
 
     def __init__(
-        self, names: Sequence[str], *, flush: Flush, record: RecordFile, recorded: Entry | None
+        self,
+        names: Sequence[str],
+        *,
+        flush: Flush,
+        record: RecordFile,
+        recorded: Entry | None,
+        fixed: Sequence[str] = (),
     ) -> None:
         self._names = tuple(names)
+        self._marked = (*names, *fixed)
         self._flush = flush
         self._record = record
         self._changed = threading.Condition()
@@ -45,6 +53,10 @@ class Slots:
         if len(begin) != len(self._names):
             raise ValueError(f"{len(begin)} slots are recorded, {len(self._names)} are there")
         self._current = dict(zip(self._names, begin, strict=True))
+        marks = recorded.marks if recorded is not None and recorded.marks else None
+        self._marks: dict[str, int | None] = dict.fromkeys(self._marked)
+        if marks is not None:
+            self._marks = dict(zip(self._marked, marks, strict=True))
         self._durable = None if recorded is None else dict(self._current)
         self._pending: threading.Thread | None = None
         self._error: StorageError | None = None
@@ -71,9 +83,18 @@ class Slots:
             self._wait()
             return 0 if self._durable is None else 1 - self._durable[name]
 
-    def wrote(self, name: str, slot: int) -> None:
-        """Note that a write is complete."""
+    def wrote(self, name: str, slot: int, mark: int | None = None) -> None:
+        """Note that a write is complete, and the mark of what was written."""
         self._current[name] = slot
+        self._marks[name] = mark
+
+    def marks(self, name: str) -> bool:
+        """Whether the mark of a buffer's content is recorded."""
+        return name in self._marks
+
+    def wrote_fixed(self, name: str, mark: int) -> None:
+        """Note that a buffer with one slot was written."""
+        self._marks[name] = mark
 
     def commit(self, step: int, state: Json) -> None:
         """Begin to make everything written so far durable as the state after `step`.
@@ -86,7 +107,12 @@ class Slots:
         with self._changed:
             self._wait()
             current = dict(self._current)
-            entry = Entry(step=step, slots=tuple(current[n] for n in self._names), state=state)
+            entry = Entry(
+                step=step,
+                slots=tuple(current[name] for name in self._names),
+                state=state,
+                marks=tuple(self._marks[name] for name in self._marked),
+            )
             self._pending = threading.Thread(
                 target=self._commit, args=(entry, current), name="packhorse-commit", daemon=True
             )

@@ -31,10 +31,18 @@ from packhorse.checkpoint.folders import (
     newest_complete,
     verify_checkpoint,
 )
+from packhorse.checkpoint.kept_run import verify_kept
 from packhorse.errors import FileFormatError, InputError, StorageError
 from packhorse.storage.durable import write_durably
 from packhorse.storage.folder_lock import FolderLock, lock_folder
-from packhorse.storage.kept_state import KeptState, Unreadable, find_kept, name_owner, refuse_kept
+from packhorse.storage.kept_state import (
+    KeptState,
+    Unreadable,
+    find_kept,
+    name_owner,
+    refuse_kept,
+    refuse_unreadable,
+)
 from packhorse.storage.space import explain_failure
 
 RECIPE_NAME: Final = "recipe.yaml"
@@ -73,13 +81,14 @@ class Beginning:
     """Where a run begins: kept state, a verified checkpoint, or neither.
 
     `skipped` is what is newer and cannot be used, `obsolete` the run's kept state that something
-    newer stands for.
+    newer stands for. `again` counts the steps that were finished once and have to be done again.
     """
 
     checkpoint: Path | None
     skipped: tuple[Skipped, ...]
     kept: KeptState | None = None
-    obsolete: tuple[KeptState, ...] = ()
+    obsolete: tuple[KeptState | Unreadable, ...] = ()
+    again: int = 0
 
 
 def read_resume(given: bool | str | Path | None, fallback: bool | str | None = None) -> Resume:
@@ -121,7 +130,8 @@ def find_beginning(folder: Path, resume: Resume, scratch: Path | None = None) ->
 
     Raises:
         InputError: the folder cannot be made or written, a fresh start where there is state, no
-            checkpoint where one is asked for, or one that newer ones do not follow from.
+            checkpoint where one is asked for, or one that newer ones do not follow from; or the
+            newest state is not there now and may come back, such as a drive that is not mounted.
         FileFormatError: the named checkpoint is damaged or cannot be resumed.
     """
     _refuse_unwritable(folder)
@@ -132,9 +142,10 @@ def find_beginning(folder: Path, resume: Resume, scratch: Path | None = None) ->
             _refuse_state(folder)
             for each in all_kept:
                 raise refuse_kept(each, scratch or folder)
+            _refuse_away(unreadable, scratch or folder)
             return Beginning(checkpoint=None, skipped=())
         case ResumeNewest(required=required):
-            newest = _find_newest(folder, kept, unreadable)
+            newest = _find_newest(folder, scratch or folder, kept, unreadable)
             if newest.checkpoint is None and newest.kept is None and required:
                 reasons = "\n".join(f"{s.path.name}: {s.reason}" for s in newest.skipped)
                 raise InputError(
@@ -156,25 +167,82 @@ def find_beginning(folder: Path, resume: Resume, scratch: Path | None = None) ->
             for each in kept:
                 if each.entry.step > step:
                     raise _refuse_branch(step, path, each)
-            return Beginning(checkpoint=path, skipped=(), obsolete=kept)
+            older, away = _split_away(folder, unreadable, step)
+            _refuse_away(away, scratch or folder)
+            return Beginning(checkpoint=path, skipped=(), obsolete=(*kept, *older))
     assert_never(resume)
 
 
 def _find_newest(
-    folder: Path, kept: tuple[KeptState, ...], unreadable: tuple[Unreadable, ...]
+    folder: Path, scratch: Path, kept: tuple[KeptState, ...], unreadable: tuple[Unreadable, ...]
 ) -> Beginning:
-    """Take the newest of checkpoints and kept state; of equal ones what is kept, it is in place."""
-    skipped = [Skipped(path=each.path, reason=each.reason) for each in unreadable]
-    skipped += [Skipped(path=k.record, reason=reason) for k in kept[:1] for reason in k.damaged]
-    steps = [checkpoint_step(path) for path in find_checkpoints(folder)]
-    if kept and kept[0].entry.step >= max(steps, default=0):
-        return Beginning(checkpoint=None, skipped=tuple(skipped), kept=kept[0], obsolete=kept[1:])
+    """Take the newest of checkpoints and kept state; of equal ones what is kept, it is in place.
+
+    What is taken is whole; of what is newer, and is not, the reasons are told.
+    """
+    skipped = [
+        Skipped(path=each.path, reason=each.reason) for each in unreadable if not each.may_return
+    ]
+    newest_saved = max((checkpoint_step(path) for path in find_checkpoints(folder)), default=0)
+    saved, taken, step = None, None, 0
+    for each in kept:
+        if saved is None and each.entry.step < newest_saved:
+            saved = _find_whole(folder, skipped)
+        if saved is not None and each.entry.step < saved[1]:
+            break
+        skipped += [Skipped(path=each.record, reason=reason) for reason in each.damaged]
+        try:
+            verify_kept(each)
+        except (FileFormatError, StorageError) as error:
+            reason = f"{error.what}; it is the state after step {each.entry.step}"
+            skipped.append(Skipped(path=each.file, reason=reason))
+        else:
+            taken, step = each, each.entry.step
+            break
+    checkpoint = None
+    if taken is None:
+        checkpoint, step = saved or _find_whole(folder, skipped)
+    older, away = _split_away(folder, unreadable, step)
+    _refuse_away(away, scratch)
+    return Beginning(
+        checkpoint=checkpoint,
+        skipped=tuple(skipped),
+        kept=taken,
+        obsolete=(*(each for each in kept if each is not taken), *older),
+        again=max(0, _count_finished(folder, kept) - step),
+    )
+
+
+def _find_whole(folder: Path, skipped: list[Skipped]) -> tuple[Path | None, int]:
+    """Find the newest whole checkpoint and its step; adds those that are not to `skipped`."""
     newest = newest_complete(folder)
     skipped += newest.skipped
-    found = 0 if newest.path is None else checkpoint_step(newest.path)
-    if kept and kept[0].entry.step >= found:
-        return Beginning(checkpoint=None, skipped=tuple(skipped), kept=kept[0], obsolete=kept[1:])
-    return Beginning(checkpoint=newest.path, skipped=tuple(skipped), obsolete=kept)
+    return newest.path, 0 if newest.path is None else checkpoint_step(newest.path)
+
+
+def _count_finished(folder: Path, kept: tuple[KeptState, ...]) -> int:
+    """The steps that the run is known to have finished, whatever became of their state."""
+    written = [line.get("step") or 0 for line in read_metrics(folder / METRICS_NAME)]
+    return int(max([*written, *(each.entry.step for each in kept)], default=0))
+
+
+def _split_away(
+    folder: Path, unreadable: tuple[Unreadable, ...], step: int
+) -> tuple[tuple[Unreadable, ...], tuple[Unreadable, ...]]:
+    """Split what may come back: what the run has gone beyond, and what it would lose."""
+    away = [each for each in unreadable if each.may_return]
+    older = [
+        each
+        for each in away
+        if each.owner == name_owner(folder) and each.step is not None and each.step <= step
+    ]
+    return tuple(older), tuple(each for each in away if each not in older)
+
+
+def _refuse_away(unreadable: tuple[Unreadable, ...], scratch: Path) -> None:
+    for each in unreadable:
+        if each.may_return:
+            raise refuse_unreadable(each, scratch)
 
 
 def clear_leftovers(folder: Path) -> tuple[Path, ...]:

@@ -51,6 +51,12 @@ def fill_states(
         StorageError: the disk is full or fails.
     """
     notes = [f"{each.path.name} is skipped: {each.reason}" for each in beginning.skipped]
+    if beginning.again:
+        count = beginning.again
+        notes.append(
+            f"{count} {'steps that were' if count > 1 else 'step that was'} finished before, but"
+            " whose state is not there, will be done again"
+        )
     if beginning.kept is not None:
         return beginning.kept.entry.step, notes + _go_on(session, saver, beginning.kept, weights)
     if beginning.checkpoint is not None:

@@ -84,12 +84,12 @@ def train(
     baseline_bytes: int | None = None,
     pace: Pace | None = None,
     audit: bool = False,
+    go_on: str = "packhorse train RECIPE --resume",
 ) -> TrainResult:
     """Run a recipe under a plan.
 
     Args:
         prepared: from `prepare_run`.
-    go_on: str = "packhorse train RECIPE --resume",
         plan: for this model, batch and machine.
         machine: its disk tier names the scratch folders, and how their bytes move.
         traced: the model as the plan says; traced here when absent.
@@ -101,12 +101,12 @@ def train(
             reported.
         pace: how long tasks take on the machine that is emulated; None: as long as they take.
         audit: check every task against what it declares (slow).
+        go_on: the command that resumes the run, for who stops it.
 
     Raises:
         InputError: another process trains in the folder, it holds state and the start is fresh,
             there is nothing to resume, or the plan is for something else.
         StorageError: what the run saves will not fit on the disk, or the disk fails.
-        go_on: the command that resumes the run, for who stops it.
         NonFiniteError: a loss or gradient is NaN or infinite.
         StoppedError: a signal came; the state was saved.
     """
@@ -174,12 +174,12 @@ def train(
             peak_flops_per_s=_peak_rate(machine, plan),
             resumed_from=resumed_from(beginning),
             baseline_bytes=baseline_bytes,
+            go_on=go_on,
         )
         for text in notes:
             run.note(text)
         return run.go(finished)
 
-            go_on=go_on,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
@@ -194,12 +194,12 @@ class _Run:
     peak_flops_per_s: float
     resumed_from: Path | None
     baseline_bytes: int | None
+    go_on: str
 
     def go(self, finished: int) -> TrainResult:
         data = self.prepared.data
         num_steps = data.num_steps
         if finished > num_steps:
-    go_on: str
             raise InputError(
                 f"the checkpoint is after step {finished}, but the run has {num_steps} steps",
                 where="recipe: max_steps, num_train_epochs",
@@ -447,7 +447,8 @@ class _Run:
                     fix=fix,
                 )
             self._save_checkpoint(step)
-        self.session.discard_kept()
+        if not recipe.save_only_model:
+            self.session.discard_kept()
         self.folder.write_log(f"stopped by {self.signals.name} after step {step}")
         if recipe.save_only_model:
             fix = "save_only_model leaves nothing to resume from; begin from the saved weights"
