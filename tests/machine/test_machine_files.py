@@ -59,6 +59,7 @@ def machines(draw: st.DrawFn) -> Machine:
             latency_ns=draw(st.integers(0, 10**9)),
             mixed_bytes_per_s=draw(st.none() | rates),
             burst_bytes_per_s=draw(st.none() | rates),
+            core_ns_per_byte=draw(st.none() | st.floats(0, 100)),
         )
         for source in names
         for target in names
@@ -279,6 +280,17 @@ def test_files_of_version_1_are_read() -> None:
     machine = parse_machine(json.dumps(content))
     assert machine == load_known_machine("rtx-4090")
     assert machine.links[0].mixed_bytes_per_s is None
+
+
+def test_impossible_times_of_a_core_are_refused() -> None:
+    content = body()
+    content["links"][3]["core_ns_per_byte"] = 0.0
+    parse_machine(json.dumps(content))
+    content["links"][3]["core_ns_per_byte"] = -0.1
+    error = refuse(content)
+    assert error.what == "a core's time must be 0 or more, not -0.1"
+    assert error.where is not None
+    assert error.where.endswith("links[3].core_ns_per_byte")
 
 
 def test_impossible_mixed_rates_are_refused() -> None:

@@ -248,6 +248,9 @@ def test_disk_probe_leaves_nothing(tmp_path: Path) -> None:
     assert there.bytes_per_s == rates.write_bytes_per_s
     assert there.mixed_bytes_per_s == rates.mixed_write_bytes_per_s
     assert (back.source, back.target) == ("disk", "host")
+    # Whatever moves a byte takes some of a core's time; a microsecond for each would be absurd.
+    assert 0 < back.core_ns_per_byte < 1000
+    assert 0 < there.core_ns_per_byte < 1000
     assert list(tmp_path.iterdir()) == []
 
 

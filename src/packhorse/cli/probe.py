@@ -167,7 +167,7 @@ def _say_drives(tier: Tier) -> Iterable[str]:
 
 
 def _say_link(link: Link) -> str:
-    from packhorse.units import format_bytes, format_ns
+    from packhorse.units import format_bytes, format_ns, format_percent
 
     parts = [f"{format_bytes(link.bytes_per_s)}/s"]
     if link.burst_bytes_per_s is not None:
@@ -175,6 +175,9 @@ def _say_link(link: Link) -> str:
     if link.mixed_bytes_per_s is not None:
         parts.append(f"{format_bytes(link.mixed_bytes_per_s)}/s while the other way is busy")
     parts.append(f"{format_ns(link.latency_ns)} latency")
+    if link.core_ns_per_byte is not None:
+        share = link.core_ns_per_byte * link.bytes_per_s / 1e9
+        parts.append(f"{format_percent(share)} of a core")
     return f"{link.source} -> {link.target}: {', '.join(parts)}"
 
 

@@ -21,7 +21,7 @@ from packhorse.storage.durable import write_durably
 from packhorse.storage.space import explain_failure
 
 # Raised whenever what is measured, or how, changes: older results are then measured again.
-PROBE_VERSION: Final = 6
+PROBE_VERSION: Final = 7
 
 
 def default_cache_folder(environment: Mapping[str, str] | None = None) -> Path:

@@ -7,6 +7,7 @@ between memory and all of them together: reads alone, writes alone, and both at 
     make the real file, striped over the folders; write it once before anything counts
     with `WriteLimits`: write on until the rate is steady
     write it, read it, then read one half while the other is written
+    beside each rate: how long a byte keeps a core busy, which computing then lacks
 
 The file is as large as asked, as far as space and time allow: bytes that still lie in some cache
 say nothing of a drive. Files are removed however the probe ends; what a killed one left is removed
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -56,6 +58,8 @@ Tell = Callable[[str, int, int], None]
 class DiskRates:
     """What the scratch folders do together, and `drives` alone; mixed rates None if unknown.
 
+    The times of a core are those of this process over a whole pass, whatever thread took them.
+
     `trial_write_bytes_per_s` is what the only drive did in its trial, 0 for several.
     """
 
@@ -67,6 +71,8 @@ class DiskRates:
     write_latency_ns: int
     measured_bytes: int
     drives: tuple[Drive, ...]
+    read_core_ns_per_byte: float | None = None
+    write_core_ns_per_byte: float | None = None
     sustained: SustainedRate | None = None
     trial_write_bytes_per_s: float = 0.0
 
@@ -91,6 +97,7 @@ class DiskRates:
                 latency_ns=self.write_latency_ns,
                 mixed_bytes_per_s=self.mixed_write_bytes_per_s,
                 burst_bytes_per_s=self.burst_bytes_per_s,
+                core_ns_per_byte=self.write_core_ns_per_byte,
             ),
             Link(
                 source="disk",
@@ -98,6 +105,7 @@ class DiskRates:
                 bytes_per_s=self.read_bytes_per_s,
                 latency_ns=self.read_latency_ns,
                 mixed_bytes_per_s=self.mixed_read_bytes_per_s,
+                core_ns_per_byte=self.read_core_ns_per_byte,
             ),
         )
 
@@ -279,11 +287,17 @@ def _measure(
             steady: SustainedRate | None = None
             if sustained is None:
                 passes.prime(pass_ns)
-                write_bytes_per_s = passes.write(pass_ns).bytes_per_s
+                began_ns = time.process_time_ns()
+                written = passes.write(pass_ns)
+                write_bytes_per_s, written_bytes = written.bytes_per_s, written.size_bytes
             else:
+                began_ns = time.process_time_ns()
                 steady = _write_on(passes, sustained, tell)
-                write_bytes_per_s = steady.bytes_per_s
+                write_bytes_per_s, written_bytes = steady.bytes_per_s, steady.written_bytes
+            write_core_ns = time.process_time_ns() - began_ns
+            began_ns = time.process_time_ns()
             read = passes.read(pass_ns)
+            read_core_ns = time.process_time_ns() - began_ns
             # About as long as half of each takes at half the rate.
             mixed = passes.mix(min(pass_ns, max(_LEAST_MIX_NS, 2 * read.duration_ns)))
             return DiskRates(
@@ -295,6 +309,8 @@ def _measure(
                 write_latency_ns=passes.latency_ns(writing=True),
                 measured_bytes=passes.size_bytes,
                 drives=(),
+                read_core_ns_per_byte=read_core_ns / read.size_bytes,
+                write_core_ns_per_byte=write_core_ns / written_bytes,
                 sustained=steady,
             )
     finally:

@@ -9,7 +9,8 @@ Both programs run the same computing tasks, so they are compared task by task:
     at every computing task, for every buffer
         in the start, not in the other      its move saves the buffer's bytes there
         in the other, not in the start      (a value kept for a Recompute) its move adds them
-    copies and frees of a buffer            are the cost of its move
+    copies and frees of a buffer            are the cost of its move, as is what they take from
+                                            computing on the same cores
     a Recompute                             costs its time, and its workspace while it runs
 
 Lanes work beside each other, but not over the whole step: what is moved for updates after the
@@ -227,24 +228,27 @@ def _trace(problem: Problem, setting: Setting, program: Program, slots: frozense
     recomputed = False
     lanes = assign_lanes(program.tasks)
     for task, lane, weight in zip(program.tasks, lanes, weights, strict=True):
-        duration = costs.duration_ns(task) * weight
-        step_ns += duration
+        duration, core = costs.alone_ns(task) * weight, costs.core_ns(task) * weight
+        step_ns += duration + core
         if phase != UPDATE:
             phase = _phase_of(task, phase)
         load = load_of(lane, phase)
+        computing = load_of("compute", phase)
         busy[load] += duration
+        busy[computing] += core
         match task:
             case Copy() | Free():
                 if task.buffer not in copy_ns:
                     copy_ns[task.buffer] = np.zeros(NUM_LOADS)
                 copy_ns[task.buffer][load] += duration
+                copy_ns[task.buffer][computing] += core
             case Forward() | Recompute() | Backward():
                 if isinstance(task, Backward) and task.block in slots and not recomputed:
                     workspace.append(0.0)
                 name = type(task).__name__.lower()
                 at[name].setdefault(task.block, []).append(len(workspace))
                 key = (name, task.block)
-                task_ns[key] = task_ns.get(key, 0) + duration
+                task_ns[key] = task_ns.get(key, 0) + duration + core
             case GradNorm():
                 phase = UPDATE
             case _:

@@ -13,12 +13,13 @@ What is modelled:
                                    those of scaling the gradient included where it clips
     Feed, GradNorm, SegmentNorm    bytes / memory bandwidth, for SegmentNorm several times
     every task                     a constant for being issued, looked up and recorded
+    what computes on all cores     longer by what copies and issuing take of them: see `crowding`
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import Final, Literal, Protocol, assert_never
 
@@ -27,6 +28,7 @@ from packhorse.machine.spec import Link, Machine, TierName
 from packhorse.model.spec import ITEM_BYTES, BlockId, Model
 from packhorse.profile.spec import BodyTime, Profile
 from packhorse.program.buffers import NORM, BufferId
+from packhorse.program.lanes import has_transfers
 from packhorse.program.program import Program
 from packhorse.program.tasks import (
     Backward,
@@ -43,6 +45,7 @@ from packhorse.program.tasks import (
     Task,
     Update,
 )
+from packhorse.simulator.crowding import MOST_CROWDING, core_ns, is_crowded, is_team_work
 
 # What an interpreter spends around a task: tens of dictionary look-ups, two clock readings and a
 # ledger entry; a whole small body with its buffers was measured at 46 us.
@@ -85,26 +88,62 @@ class KnownCosts:
         return self._duration_ns[id(task)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCosts:
     """The cost model of one program on one machine.
 
-    `heap` is the plan's heap mode: `map` gives large blocks back at once and pays for it in
-    compute time.
+    Args:
+        heap: the plan's heap mode: `map` gives large blocks back at once and pays for it in compute
+            time.
     """
 
-    machine: Machine
-    profile: Profile
-    model: Model
-    program: Program
-    heap: Literal["keep", "map"]
+    def __init__(
+        self,
+        *,
+        machine: Machine,
+        profile: Profile,
+        model: Model,
+        program: Program,
+        heap: Literal["keep", "map"],
+    ) -> None:
+        self.machine = machine
+        self.profile = profile
+        self.model = model
+        self.program = program
+        self.heap: Literal["keep", "map"] = heap
 
     def duration_ns(self, task: Task) -> int:
-        """Give the duration of a task.
+        """Give the duration of a task as it runs in the program.
 
         Raises:
             MismatchError: the profile or program belongs to another model.
             InputError: the machine has no rate for what the task does.
+        """
+        alone_ns = self.alone_ns(task)
+        return ceil(alone_ns * self.crowding) if is_team_work(task) else alone_ns
+
+    def core_ns(self, task: Task) -> int:
+        """How long a task keeps a core busy that computing lacks; 0 where there is one to spare.
+
+        Where lanes take turns nothing runs beside computing; that is the program's to say, so
+        whoever asks for tasks of one without transfers has to know.
+        """
+        return core_ns(task, self.program, self.machine) if is_crowded(self.machine) else 0
+
+    @cached_property
+    def crowding(self) -> float:
+        """How many times as long as alone computing takes in the program, for lack of cores."""
+        tasks = self.program.tasks
+        if not is_crowded(self.machine) or not has_transfers(tasks):
+            return 1.0
+        others_ns = sum(core_ns(task, self.program, self.machine) for task in tasks)
+        team_ns = sum(self.alone_ns(task) for task in tasks if is_team_work(task))
+        return min(1 + others_ns / team_ns, MOST_CROWDING) if team_ns else 1.0
+
+    def alone_ns(self, task: Task) -> int:
+        """Give the duration of a task with no other beside it.
+
+        Raises:
+            MismatchError, InputError: as `duration_ns`.
         """
         match task:
             case Forward():

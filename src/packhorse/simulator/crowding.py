@@ -1,39 +1,67 @@
-"""What lanes take from each other where computing uses all cores.
+"""What moving bytes and issuing tasks take from computing on a CPU's cores.
 
-In: a program, a machine, costs. Out: how many times as long computing takes because reads and the
-issuing thread need a core too. The team of a computation waits for its slowest thread, so each
-nanosecond that another thread takes from one core is lost to all of them.
+In: a machine, tasks of a program. Out: nanoseconds of a core that each task keeps busy beside what
+computes. Where a team of threads computes on every core, it waits for its slowest one, so that time
+is lost to all of them. A device with processors of its own loses nothing, nor does a machine whose
+times are only acted, nor one with a core to spare.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from packhorse.machine.spec import Machine
-from packhorse.program.lanes import has_transfers
+from packhorse.machine.spec import Link, Machine
 from packhorse.program.program import Program
-from packhorse.program.tasks import Copy, lane_of
-from packhorse.simulator.costs import CostModel
+from packhorse.program.tasks import (
+    Backward,
+    Copy,
+    Forward,
+    Recompute,
+    SegmentNorm,
+    Task,
+    Update,
+)
 
-# A read lands in pages that were given back: the kernel makes and clears them first. Measured with
-# direct I/O: 0.31 ns of a core for a byte in huge pages, 0.66 ns in small ones. Writes take none.
+# For machines on which it was not measured. A read lands in pages that were given back, so the
+# kernel makes and clears them first: with direct I/O 0.31 ns a byte in huge pages, 0.66 ns in small
+# ones. A write finds its pages there.
 READ_NS_PER_BYTE: Final = 0.5
+WRITE_NS_PER_BYTE: Final = 0.0
 
 # Issuing, booking and recording a task beside a lane that computes.
 ISSUE_NS: Final = 100_000
 
+MOST_CROWDING: Final = 2.0
+"""A thread beside the team takes no more than half of its core: the kernel shares it fairly."""
 
-def crowding_of(program: Program, machine: Machine, costs: CostModel) -> float:
-    """Tell how much longer the compute lane's tasks take than alone; 1 where a core is left."""
-    if machine.num_threads < machine.num_cores or not has_transfers(program.tasks):
-        return 1.0
-    others_ns = ISSUE_NS * len(program.tasks)
-    compute_ns = 0
-    for task in program.tasks:
-        if isinstance(task, Copy):
-            if task.source == "disk":
-                others_ns += int(program.buffers[task.buffer].size_bytes * READ_NS_PER_BYTE)
-        elif lane_of(task) == "compute":
-            compute_ns += costs.duration_ns(task)
-    # Another thread can take no more than its core.
-    return 1 + min(others_ns / compute_ns, 1.0) if compute_ns else 1.0
+
+def is_crowded(machine: Machine) -> bool:
+    """Whether computing uses every core that lanes and the issuing thread run on."""
+    return (
+        machine.device.startswith("cpu")
+        and machine.emulation is None
+        and machine.num_threads >= machine.num_cores
+    )
+
+
+def core_ns(task: Task, program: Program, machine: Machine) -> int:
+    """How long a task keeps a core busy beside what computes."""
+    if not isinstance(task, Copy):
+        return ISSUE_NS
+    link = machine.link(task.source, task.target)
+    rate = 0.0 if link is None else core_ns_per_byte(link)
+    return ISSUE_NS + round(program.buffers[task.buffer].size_bytes * rate)
+
+
+def core_ns_per_byte(link: Link) -> float:
+    """A core's time for a byte over a link, measured or usual."""
+    if link.core_ns_per_byte is not None:
+        return link.core_ns_per_byte
+    return READ_NS_PER_BYTE if link.source == "disk" else WRITE_NS_PER_BYTE
+
+
+def is_team_work(task: Task) -> bool:
+    """Whether a task computes in the device with all of its threads."""
+    return isinstance(task, Forward | Recompute | Backward | SegmentNorm) or (
+        isinstance(task, Update) and task.where == "device"
+    )

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from packhorse.machine.spec import Machine
@@ -31,7 +30,6 @@ from packhorse.program.lanes import has_transfers
 from packhorse.program.program import Program
 from packhorse.program.tasks import Lane, Task
 from packhorse.simulator.costs import CostModel, TaskCosts
-from packhorse.simulator.crowding import crowding_of
 from packhorse.simulator.footprints import Footprint, find_footprints
 from packhorse.simulator.ledger import Ledger
 from packhorse.simulator.sharing import PathCalendar, SharedPath, sharing_of
@@ -71,10 +69,7 @@ def simulate_run(program: Program, *, costs: TaskCosts) -> Timeline:
         RuleError, ValueError: as `simulate_program`.
     """
     workers, shared = _lanes_of_run(program, costs.machine)
-    crowding = crowding_of(program, costs.machine, costs)
-    return simulate_program(
-        program, costs=costs, workers=workers, shared=shared, slowed={"compute": crowding}
-    )
+    return simulate_program(program, costs=costs, workers=workers, shared=shared)
 
 
 def time_run(program: Program, *, costs: CostModel, machine: Machine) -> Times:
@@ -95,8 +90,7 @@ class Rehearsal:
 
     def __init__(self, program: Program, *, costs: CostModel, machine: Machine) -> None:
         self._workers, self._shared = _lanes_of_run(program, machine)
-        slowed: Mapping[Lane, float] = {"compute": crowding_of(program, machine, costs)}
-        self._footprints = find_footprints(program, costs=costs, shared=self._shared, slowed=slowed)
+        self._footprints = find_footprints(program, costs=costs, shared=self._shared)
         self._by_task = {id(each.task): each for each in self._footprints.of_tasks}
 
     def time(self, tasks: Sequence[Task], pools: Sequence[Pool]) -> Times:
@@ -121,7 +115,6 @@ def simulate_program(
     costs: CostModel,
     workers: Mapping[Lane, str] = INLINE,
     shared: Sequence[SharedPath] = (),
-    slowed: Mapping[Lane, float] = MappingProxyType({}),
 ) -> Timeline:
     """Predict when each task runs and how much of each pool is in use.
 
@@ -130,14 +123,13 @@ def simulate_program(
         costs: gives each task's duration in ns.
         workers: the worker that executes each lane; lanes that share one run one after another.
         shared: lanes that share a path, such as a drive that reads and writes at one total rate.
-        slowed: how many times as long the tasks of a lane take because of the others.
 
     Raises:
         RuleError: a task touches a buffer that is not there (`present`), or needs more than a
             pool can ever have free (`capacity`).
         ValueError: a lane has no worker, or a duration is negative.
     """
-    footprints = find_footprints(program, costs=costs, shared=shared, slowed=slowed)
+    footprints = find_footprints(program, costs=costs, shared=shared)
     ordered = footprints.of_tasks
     ledger = Ledger(footprints, ordered, program.pools)
     starts_ns, ends_ns = _run(ordered, ledger, workers, shared)

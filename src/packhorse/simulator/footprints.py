@@ -6,7 +6,7 @@ duration and the places that it touches, by number. A place is a buffer in a tie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -65,14 +65,12 @@ def find_footprints(
     *,
     costs: CostModel,
     shared: Sequence[SharedPath] = (),
-    slowed: Mapping[Lane, float],
 ) -> Footprints:
     """Look up what every task of a program asks for.
 
     Args:
         costs: gives each task's duration in ns.
         shared: lanes that share a path.
-        slowed: how many times as long the tasks of a lane take because of the others.
 
     Raises:
         ValueError: a duration is negative.
@@ -89,8 +87,6 @@ def find_footprints(
         duration_ns = costs.duration_ns(task)
         if duration_ns < 0:
             raise ValueError(f"the cost of {name_of(task)} is negative: {duration_ns} ns")
-        if lane in slowed:
-            duration_ns = ceil(duration_ns * slowed[lane])
         frees = isinstance(task, Free)
         shares = lane in stretch and not frees
         if shares:
