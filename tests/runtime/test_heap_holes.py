@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from packhorse.runtime.memory.heap import open_holes, seal_holes, set_heap_mode
+from packhorse.runtime.memory.heap import open_holes, seal_holes, set_heap_mode, settle_heap
 from packhorse.units import KIB, MIB
 
 
@@ -44,6 +44,25 @@ def test_pages_of_a_large_block_go_when_it_is_freed(libc: ctypes.CDLL) -> None:
     for block in used:
         libc.free(block)
     assert resident_bytes() - before < MIB
+    open_holes(sealed)
+    for block in blocks[1::2]:
+        libc.free(block)
+
+
+def test_a_settled_heap_holds_what_is_used_next_without_growing(libc: ctypes.CDLL) -> None:
+    set_heap_mode("keep")
+    blocks = [libc.malloc(8 * MIB) for _ in range(16)]
+    for block in blocks[::2]:
+        libc.free(block)
+    sealed = settle_heap(64 * MIB, 16 * MIB)
+    before = resident_bytes()
+    for size_bytes in (12 * MIB, 16 * MIB, 3 * MIB, 7 * MIB):
+        used = [libc.malloc(size_bytes) for _ in range(48 * MIB // size_bytes)]
+        for block in used:
+            ctypes.memset(block, 1, size_bytes)
+        assert resident_bytes() - before < MIB
+        for block in used:
+            libc.free(block)
     open_holes(sealed)
     for block in blocks[1::2]:
         libc.free(block)

@@ -281,7 +281,8 @@ class Engine:
         """
         if self._heap == "keep" and not self._settled:
             prepared = self._prepared["evaluate"]
-            settle_heap(find_kept_bytes(prepared.program, prepared.proof))
+            kept_bytes = find_kept_bytes(prepared.program, prepared.proof)
+            self._sealed += settle_heap(*kept_bytes)
         self._settled = True
         return self._step("evaluate", feeds, step=None, update=_no_update)
 

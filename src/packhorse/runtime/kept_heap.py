@@ -14,13 +14,16 @@ from packhorse.program.tasks import Free, workspace_of, writes_of
 from packhorse.runtime.memory.heap import KEEP_BELOW_BYTES
 
 # Blocks of a few sizes leave holes; with so much room for what is live at once the rest fits.
-ROOM: Final = 6
+ROOM: Final = 2
 
 
-def find_kept_bytes(program: Program, proof: Proof) -> int:
+def find_kept_bytes(program: Program, proof: Proof) -> tuple[int, int]:
     """Find what the heap should take at once, within what the proof grants its pool.
 
     A workspace of 32 MiB or more is taken for blocks that are mapped.
+
+    Returns:
+        Bytes in all, and in one piece.
     """
     pool = program.workspace_pool
     live: dict[BufferId, int] = {}
@@ -39,4 +42,5 @@ def find_kept_bytes(program: Program, proof: Proof) -> int:
         kept = max(kept, live_bytes + (workspace if workspace < KEEP_BELOW_BYTES else 0))
     capacity = next(each.capacity_bytes for each in program.pools if each.id == pool)
     mapped = proof.peak_bytes[pool] - kept
-    return max(min(ROOM * kept, capacity - mapped), 0)
+    total = max(min(ROOM * kept, capacity - mapped), 0)
+    return total, max(min(kept, KEEP_BELOW_BYTES // 2, total), 1)

@@ -96,9 +96,12 @@ class ChunkTiers:
     def shed(self, pool: PoolId, used_bytes: int) -> None:
         """Drop spare pages of a pool until it keeps to its limit."""
         tier = self._tier_of[pool]
+
+        def shrink(buffer: BufferId, keep_bytes: int) -> int:
+            return self._memory[tier].shrink(*self._states[buffer], keep_bytes)
+
         with self._lock:
-            for buffer in self._spare.shed(pool, used_bytes):
-                self._memory[tier].drop(*self._states[buffer])
+            self._spare.shed(pool, used_bytes, shrink)
 
     def describe_files(self) -> tuple[str, ...]:
         """The files behind the disk tier, for errors."""

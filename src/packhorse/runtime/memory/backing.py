@@ -38,6 +38,10 @@ class Backing(Protocol):
         """Give the memory behind a range back."""
         ...
 
+    def shrink(self, offset: int, size_bytes: int, keep_bytes: int) -> int:
+        """Give back what a range holds beyond its first `keep_bytes`, or more; returns the rest."""
+        ...
+
     def close(self) -> None:
         """Give everything back."""
         ...
@@ -86,6 +90,12 @@ class HostBacking:
             _ask_cuda("cudaHostUnregister", self.address + offset)
             self._registered.discard(offset)
         self._mapping.drop(offset, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+
+    def shrink(self, offset: int, size_bytes: int, keep_bytes: int) -> int:
+        """Give whole pages back from the end of a range; pinned ones go together."""
+        kept = 0 if self._pinned else keep_bytes // PAGE_BYTES * PAGE_BYTES
+        self.drop(offset + kept, size_bytes - kept)
+        return kept
 
     def close(self) -> None:
         """Give everything back."""

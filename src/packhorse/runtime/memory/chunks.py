@@ -69,6 +69,16 @@ class ChunkMemory:
         """Give a chunk's memory back; it must be committed before it is touched again."""
         self._backing.drop(self._offset(state, chunk), self.size_bytes(state, chunk))
 
+    def shrink(self, state: str, chunk: Chunk, keep_bytes: int) -> int:
+        """Give back what a chunk holds beyond its first bytes, or more.
+
+        Returns:
+            What it still holds; it must be committed before it is touched again.
+        """
+        return self._backing.shrink(
+            self._offset(state, chunk), self.size_bytes(state, chunk), keep_bytes
+        )
+
     def poison(self, state: str, chunk: Chunk) -> None:
         """Fill the parameters of a chunk with NaN and its padding with zeros."""
         tensor = self.tensor(state, chunk)

@@ -148,6 +148,12 @@ class CudaBacking:
             self._call("cuMemUnmap", place, ctypes.c_size_t(self._grain))
             self._call("cuMemRelease", handle)
 
+    def shrink(self, offset: int, size_bytes: int, keep_bytes: int) -> int:
+        """Release the whole range: ranges share granules, which have no parts."""
+        del keep_bytes
+        self.drop(offset, size_bytes)
+        return 0
+
     def close(self) -> None:
         """Release everything, the addresses too."""
         for offset in tuple(self._committed):

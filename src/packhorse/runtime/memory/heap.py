@@ -7,6 +7,7 @@ the cost of page faults) or `keep` (freed blocks stay for the next allocation).
 from __future__ import annotations
 
 import ctypes
+import gc
 from typing import Final, Literal
 
 from packhorse.units import KIB, MIB
@@ -19,6 +20,8 @@ _MAP_FROM_BYTES: Final = 64 * KIB
 # The largest threshold that glibc accepts: blocks from here on are mapped in either mode.
 KEEP_BELOW_BYTES: Final = 32 * MIB
 _SMALL_BYTES: Final = 4 * MIB
+# Below 512 bytes, such objects lie in Python's own pools.
+_OBJECT_BYTES: Final = 400
 
 
 def set_heap_mode(mode: Literal["keep", "map"]) -> bool:
@@ -53,20 +56,10 @@ def seal_holes() -> tuple[int, ...]:
     libc = _load_allocator()
     if libc is None:
         return ()
-    trim_heap()
     libc.mallopt(_M_MMAP_THRESHOLD, KEEP_BELOW_BYTES)
-    end = libc.sbrk(0)
-    sealed: list[int] = []
-    size_bytes = KEEP_BELOW_BYTES // 2
-    while size_bytes >= _MAP_FROM_BYTES:
-        block = libc.malloc(size_bytes)
-        if block and block + size_bytes <= end:
-            sealed.append(block)
-            continue
-        libc.free(block)
-        size_bytes //= 2
+    sealed = _occupy_holes(libc)
     libc.mallopt(_M_MMAP_THRESHOLD, _MAP_FROM_BYTES)
-    return tuple(sealed)
+    return sealed
 
 
 def open_holes(sealed: tuple[int, ...]) -> None:
@@ -77,27 +70,37 @@ def open_holes(sealed: tuple[int, ...]) -> None:
             libc.free(block)
 
 
-def settle_heap(size_bytes: int) -> None:
-    """Give free heap pages back, then take so many and leave them free in the heap.
+def settle_heap(size_bytes: int, block_bytes: int) -> tuple[int, ...]:
+    """Occupy the holes of a kept heap, take so many pages at its end, and leave those free.
 
     A kept heap that begins so does not grow while no more than that is in use: where its blocks
     fall differs from run to run of a program, and each new place would cost new pages. Some of the
-    pages lie in small holes, into which Python's and torch's own small objects wander.
+    pages lie in small holes and in Python's pools, into which small objects wander.
+
+    Args:
+        block_bytes: the pages lie in one piece as long as this is below `KEEP_BELOW_BYTES`.
+
+    Returns:
+        Addresses for `open_holes`.
     """
     libc = _load_allocator()
     if libc is None:
-        return
-    trim_heap()
+        return ()
+    sealed = _occupy_holes(libc)
     taken: list[int] = []
-    for block_bytes, total_bytes in ((MIB, size_bytes), (2 * KIB, _SMALL_BYTES)):
-        for _ in range(-(-total_bytes // block_bytes)):
-            block = libc.malloc(block_bytes)
+    for each_bytes, total_bytes in ((block_bytes, size_bytes), (2 * KIB, _SMALL_BYTES)):
+        for _ in range(-(-total_bytes // each_bytes)):
+            block = libc.malloc(each_bytes)
             if not block:
                 break
-            ctypes.memset(block, 0, block_bytes)
+            ctypes.memset(block, 0, each_bytes)
             taken.append(block)
+    gc.collect()
+    objects = [bytes(_OBJECT_BYTES) for _ in range(_SMALL_BYTES // _OBJECT_BYTES)]
+    del objects
     for block in taken:
         libc.free(block)
+    return sealed
 
 
 def trim_heap() -> None:
@@ -105,6 +108,22 @@ def trim_heap() -> None:
     libc = _load_allocator()
     if libc is not None:
         libc.malloc_trim(0)
+
+
+def _occupy_holes(libc: ctypes.CDLL) -> tuple[int, ...]:
+    """Take every free block inside the heap that is large; it has no pages but at its borders."""
+    trim_heap()
+    end = libc.sbrk(0)
+    occupied: list[int] = []
+    size_bytes = KEEP_BELOW_BYTES // 2
+    while size_bytes >= _MAP_FROM_BYTES:
+        block = libc.malloc(size_bytes)
+        if block and block + size_bytes <= end:
+            occupied.append(block)
+            continue
+        libc.free(block)
+        size_bytes //= 2
+    return tuple(occupied)
 
 
 def _load_allocator() -> ctypes.CDLL | None:

@@ -4,12 +4,14 @@ Giving a chunk's pages back costs page faults when it is written or loaded again
 step. As long as the ledger and the spare pages together stay within what the pool may hold, nothing
 is gained by giving them back: memory never exceeds what was predicted.
 
-In: freed and reserved chunk states, in order. Out: the chunk states to drop now, oldest first.
+In: freed and reserved chunk states, in order. Out: the spare pages to drop now, oldest first, and
+no more of them than needed: chunks differ in size, and a pool that gave back whole ones would be
+filled now more and now less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from packhorse.program.buffers import BufferId, PoolId
 from packhorse.program.lanes import has_transfers
@@ -38,13 +40,25 @@ class SparePages:
         """Note that a chunk state is in use again; its pages, if spare, are no longer so."""
         self._total[pool] -= self._spare[pool].pop(buffer, 0)
 
-    def shed(self, pool: PoolId, used_bytes: int) -> Iterator[BufferId]:
-        """Give the chunk states to drop so that the pool keeps to its limit."""
+    def shed(self, pool: PoolId, used_bytes: int, drop: Callable[[BufferId, int], int]) -> None:
+        """Drop pages so that the pool keeps to its limit.
+
+        Args:
+            drop: called as drop(buffer, keep_bytes): gives back what a chunk state holds beyond
+                `keep_bytes`, or more, and returns what it still holds.
+        """
         spare = self._spare[pool]
-        while spare and used_bytes + self._total[pool] > self._limits[pool]:
-            buffer = next(iter(spare))
-            self.reuse(pool, buffer)
-            yield buffer
+        while spare:
+            excess = used_bytes + self._total[pool] - self._limits[pool]
+            if excess <= 0:
+                return
+            buffer, held_bytes = next(iter(spare.items()))
+            kept_bytes = drop(buffer, max(held_bytes - excess, 0))
+            self._total[pool] -= held_bytes - kept_bytes
+            if kept_bytes:
+                spare[buffer] = kept_bytes
+            else:
+                del spare[buffer]
 
 
 def find_limits(programs: Iterable[Program], proofs: Iterable[Proof]) -> Mapping[PoolId, int]:

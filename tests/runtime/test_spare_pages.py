@@ -1,0 +1,71 @@
+"""A pool with spare pages is filled to its limit, whatever the sizes of its chunks."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packhorse.program.buffers import BufferId, PoolId
+from packhorse.runtime.memory.backing import HostBacking
+from packhorse.runtime.memory.spare import SparePages
+from packhorse.storage.mapping import HUGE_PAGE_BYTES, PAGE_BYTES
+
+POOL = PoolId("chunks")
+
+
+def test_oldest_spare_pages_go_first_and_no_more_than_needed() -> None:
+    spare = SparePages({POOL: 100})
+    spare.keep(POOL, BufferId("a"), 30)
+    spare.keep(POOL, BufferId("b"), 40)
+    asked: list[tuple[str, int]] = []
+
+    def drop(buffer: BufferId, keep_bytes: int) -> int:
+        asked.append((buffer, keep_bytes))
+        return keep_bytes
+
+    spare.shed(POOL, 30, drop)
+    assert asked == []
+    spare.shed(POOL, 80, drop)
+    assert asked == [("a", 0), ("b", 20)]
+    spare.shed(POOL, 95, drop)
+    assert asked[2:] == [("b", 5)]
+    spare.reuse(POOL, BufferId("b"))
+    spare.shed(POOL, 100, drop)
+    assert len(asked) == 3
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    limit=st.integers(0, 200),
+    grain=st.integers(1, 7),
+)
+def test_a_pool_never_holds_more_than_its_limit(sizes: list[int], limit: int, grain: int) -> None:
+    """Also where a tier gives back more than it was asked to."""
+    spare = SparePages({POOL: limit})
+    held: dict[BufferId, int] = {}
+
+    def drop(buffer: BufferId, keep_bytes: int) -> int:
+        held[buffer] = keep_bytes // grain * grain
+        return held[buffer]
+
+    for number, size in enumerate(sizes):
+        used = min(size, limit)
+        spare.shed(POOL, used, drop)
+        assert used + sum(held.values()) <= limit
+        buffer = BufferId(str(number))
+        spare.keep(POOL, buffer, used)
+        held[buffer] = used
+
+
+def test_a_range_gives_back_what_lies_behind_what_is_kept() -> None:
+    size = 2 * HUGE_PAGE_BYTES
+    backing = HostBacking(size)
+    backing.commit(0, size)
+    tensor = backing.tensor(0, size, torch.uint8)
+    tensor.fill_(1)
+    kept = backing.shrink(0, size, HUGE_PAGE_BYTES + PAGE_BYTES + 1)
+    assert kept == HUGE_PAGE_BYTES + PAGE_BYTES
+    assert bool(tensor[:kept].all())
+    assert not bool(tensor[kept:].any())  # dropped pages read as zeros
+    backing.close()
