@@ -7,7 +7,7 @@ between memory and all of them together: reads alone, writes alone, and both at 
     make the real file, striped over the folders; write it once before anything counts
     with `WriteLimits`: write on until the rate is steady
     write it, read it, then read one half while the other is written
-    beside each rate: how long a byte keeps a core busy, which computing then lacks
+    in both directions: what computing loses beside it
 
 The file is as large as asked, as far as space and time allow: bytes that still lie in some cache
 say nothing of a drive. Files are removed however the probe ends; what a killed one left is removed
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from typing import Final
 
 from packhorse.errors import InputError, StorageError
 from packhorse.machine.drives import share_units
+from packhorse.machine.probe_crowding import measure_core_ns_per_byte
 from packhorse.machine.probe_io import IoPath, PathRates, choose_io_path
 from packhorse.machine.probe_passes import Moved, Passes, make_memory
 from packhorse.machine.probe_sustained import SustainedRate, WriteLimits, write_until_steady
@@ -43,9 +43,11 @@ DEFAULT_LIMIT_NS: Final = 30 * 10**9
 TRIAL_FILE_BYTES: Final = 256 * MIB
 _MIN_FILE_BYTES: Final = MIB
 _PAGE_BYTES: Final = 4096
-# Of the time limit: a trial in one direction (there are ten trials at most), and a pass (four).
+# Of the time limit: a trial in one direction (there are ten trials at most), a pass (four), and a
+# direction beside computing.
 _TRIAL_SHARE: Final = 0.02
-_PASS_SHARE: Final = 0.15
+_PASS_SHARE: Final = 0.14
+_BESIDE_SHARE: Final = 0.03
 _LEAST_MIX_NS: Final = 10**7
 _FREE_SHARE: Final = 4
 _PREFIX: Final = "packhorse-probe-"
@@ -57,8 +59,6 @@ Tell = Callable[[str, int, int], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskRates:
     """What the scratch folders do together, and `drives` alone; mixed rates None if unknown.
-
-    The times of a core are those of this process over a whole pass, whatever thread took them.
 
     `trial_write_bytes_per_s` is what the only drive did in its trial, 0 for several.
     """
@@ -287,17 +287,12 @@ def _measure(
             steady: SustainedRate | None = None
             if sustained is None:
                 passes.prime(pass_ns)
-                began_ns = time.process_time_ns()
-                written = passes.write(pass_ns)
-                write_bytes_per_s, written_bytes = written.bytes_per_s, written.size_bytes
+                write_bytes_per_s = passes.write(pass_ns).bytes_per_s
             else:
-                began_ns = time.process_time_ns()
                 steady = _write_on(passes, sustained, tell)
-                write_bytes_per_s, written_bytes = steady.bytes_per_s, steady.written_bytes
-            write_core_ns = time.process_time_ns() - began_ns
-            began_ns = time.process_time_ns()
+                write_bytes_per_s = steady.bytes_per_s
             read = passes.read(pass_ns)
-            read_core_ns = time.process_time_ns() - began_ns
+            beside_ns = round(limit_ns * _BESIDE_SHARE)
             # About as long as half of each takes at half the rate.
             mixed = passes.mix(min(pass_ns, max(_LEAST_MIX_NS, 2 * read.duration_ns)))
             return DiskRates(
@@ -309,8 +304,8 @@ def _measure(
                 write_latency_ns=passes.latency_ns(writing=True),
                 measured_bytes=passes.size_bytes,
                 drives=(),
-                read_core_ns_per_byte=read_core_ns / read.size_bytes,
-                write_core_ns_per_byte=write_core_ns / written_bytes,
+                read_core_ns_per_byte=measure_core_ns_per_byte(passes.read, beside_ns),
+                write_core_ns_per_byte=measure_core_ns_per_byte(passes.write, beside_ns),
                 sustained=steady,
             )
     finally:

@@ -59,8 +59,8 @@ class Link:
     `bytes_per_s` is the rate that plans count on while the way back is idle; `mixed_bytes_per_s`
     the one while both ways are busy, None where nobody measured it. Where `bytes_per_s` is known to
     be what a drive sustains, `burst_bytes_per_s` is what it did before its cache was full.
-    `core_ns_per_byte` is how long moving a byte keeps a core of this computer busy, as a read does
-    whose pages the kernel has to make and clear; None where nobody measured it.
+    `core_ns_per_byte` is how long moving a byte keeps a core of this computer from computing, as a
+    read does whose pages the kernel has to make and clear; None where nobody measured it.
     """
 
     source: TierName
