@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 from packhorse.errors import FileFormatError, InputError
 from packhorse.machine.catalogue import list_known_machines, load_known_machine
 from packhorse.machine.files import format_machine, parse_machine, read_machine, write_machine
-from packhorse.machine.spec import Drive, Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
+from packhorse.machine.spec import Drive, Heap, Link, Machine, MatmulPoint, Saving, Tier, UpdateRate
 
 rates = st.floats(1e-3, 1e18, allow_nan=False, allow_infinity=False)
+SAVING = {"write_bytes_per_s": 1e9, "checksum_bytes_per_s": 1e9, "sync_ns": 0}
+savings = st.builds(
+    Saving,
+    write_bytes_per_s=rates,
+    checksum_bytes_per_s=rates,
+    sync_ns=st.integers(0, 10**9),
+)
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12)
 
 
@@ -83,6 +90,8 @@ def machines(draw: st.DrawFn) -> Machine:
         memory_bytes_per_s=draw(rates),
         updates=(UpdateRate(tier="device", parameters_per_s=draw(rates)),),
         heap=Heap(map_cost=draw(st.floats(0, 10)), keep_slack=draw(st.floats(0, 10))),
+        saving=draw(st.none() | savings),
+        busy_share=draw(st.floats(0, 1)),
     )
 
 
@@ -150,6 +159,10 @@ def test_missing_and_ill_typed_keys_are_named() -> None:
         ({"matmul": []}, "at least one point"),
         ({"tiers": []}, "a tier named device"),
         ({"heap": {"map_cost": -0.1, "keep_slack": 0}}, "a share must be 0 or more"),
+        ({"busy_share": 1.5}, "a share must be 0 to 1, not 1.5"),
+        ({"saving": SAVING | {"write_bytes_per_s": 0}}, "a rate must be a positive number"),
+        ({"saving": SAVING | {"sync_ns": -1}}, "a time cannot be negative"),
+        ({"saving": SAVING | {"rate": 1}}, "unknown key 'rate'"),
     ],
 )
 def test_values_that_make_no_sense(change: dict[str, Any], words: str) -> None:

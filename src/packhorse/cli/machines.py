@@ -163,7 +163,7 @@ def warn_of_busy_rates(screen: Screen, machine: Machine) -> None:
 
     said = say_busy(
         machine.busy_share,
-        what=f"the rates of {machine.name}",
+        what="its rates",
         fix="measure again with `packhorse probe --fresh`",
     )
     if said is not None:

@@ -75,7 +75,7 @@ def say_busy(share: float, *, what: str, fix: str) -> str | None:
 
     Args:
         share: of the compute threads' time, taken by others meanwhile.
-        what: what was measured, as `the rates of this machine`.
+        what: what was measured, as `its rates`.
         fix: what to do once the machine is idle.
     """
     if share < BUSY_SHARE:

@@ -23,8 +23,8 @@ from packhorse.units import MIB, format_bytes, format_exact_bytes
 
 CLOSE_LOOKS: Final = 6
 # The next process measures its base anew and finds it some MiB larger or smaller: what is advised
-# leaves a sixty-fourth of it and this much more.
-BASE_NOISE_SHARE: Final = 64
+# leaves a thirty-second of it and this much more.
+BASE_NOISE_SHARE: Final = 32
 BASE_NOISE_BYTES: Final = 4 * MIB
 
 
