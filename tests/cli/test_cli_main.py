@@ -22,8 +22,8 @@ from packhorse.errors import (
 )
 
 COMMANDS = (
-    "init", "doctor", "probe", "data", "plan", "explain", "lower", "check", "simulate", "train",
-    "compare", "clean", "schema",
+    "init", "doctor", "probe", "data", "plan", "explain", "lower", "check", "simulate",
+    "schedule", "train", "compare", "clean", "schema",
 )  # fmt: skip
 
 

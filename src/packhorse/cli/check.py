@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Final, assert_never
 
 import typer
 
-from packhorse.cli.options import AsJson, ModelPath
-from packhorse.errors import FileFormatError
+from packhorse.cli.options import AsJson, ModelPath, NumMicrobatches, NumRanks
+from packhorse.errors import FileFormatError, InputError
 
 if TYPE_CHECKING:
     from packhorse.cli.kinds import FileKind
@@ -41,9 +41,15 @@ class Verdict:
 
 def check_file(
     path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Any file of ours, a checkpoint or a run folder.")
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Any file of ours, a checkpoint, a run folder, or a schedule: file.py:function.",
+        ),
     ],
     model: ModelPath = None,
+    ranks: NumRanks = None,
+    microbatches: NumMicrobatches = None,
     as_json: AsJson = False,
 ) -> None:
     """Check any file of ours, by its kind."""
@@ -55,8 +61,17 @@ def check_file(
     from packhorse.report.tables import plain_table
 
     screen = Screen(as_json=as_json)
-    kind = detect_kind(path)
-    verdict = judge_file(path, kind, model)
+    if _names_schedule(path):
+        kind, verdict = "schedule", _judge_schedule(path, ranks, microbatches)
+    elif ranks is not None or microbatches is not None:
+        raise InputError(
+            "--ranks and --microbatches are for schedules",
+            where=str(path),
+            fix="leave them out, or name a schedule: file.py:function",
+        )
+    else:
+        kind = detect_kind(path)
+        verdict = judge_file(path, kind, model)
     for warning in verdict.warnings:
         screen.warn(warning)
     items = plain_table(heads=False)
@@ -112,6 +127,35 @@ def judge_file(path: Path, kind: FileKind, model: Path | None) -> Verdict:
         case "run folder":
             return _judge_run(path)
     assert_never(kind)
+
+
+def _names_schedule(path: Path) -> bool:
+    from packhorse.schedule.finding import names_function
+
+    return path.suffix == ".csv" or names_function(str(path))
+
+
+def _judge_schedule(path: Path, ranks: int | None, microbatches: int | None) -> Verdict:
+    from packhorse.cli.schedule_reading import ScheduleRequest, take_schedule
+    from packhorse.schedule.proof import RULES
+
+    request = ScheduleRequest(name=str(path), num_ranks=ranks, num_microbatches=microbatches)
+    schedule, _ = take_schedule(request)
+    return Verdict(
+        what=f"a schedule of {schedule.num_tasks} tasks: {schedule.num_ranks} ranks,"
+        f" {schedule.num_stages} stages, {schedule.num_microbatches} microbatches",
+        checked=(
+            f"rules {', '.join(RULES)}",
+            "no circle of waiting ranks, also where a send ends only when its receive has begun",
+        ),
+        facts={
+            "rules": list(RULES),
+            "tasks": schedule.num_tasks,
+            "ranks": schedule.num_ranks,
+            "stages": schedule.num_stages,
+            "microbatches": schedule.num_microbatches,
+        },
+    )
 
 
 def _judge_plan(path: Path, model_path: Path | None) -> Verdict:

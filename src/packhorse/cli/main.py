@@ -37,6 +37,7 @@ from packhorse.cli.init import write_recipe
 from packhorse.cli.lower import lower
 from packhorse.cli.plan import make_plan
 from packhorse.cli.probe import probe
+from packhorse.cli.schedule import show_schedule
 from packhorse.cli.schema import print_schema
 from packhorse.cli.simulate import simulate
 from packhorse.cli.train import NEWEST, train_recipe
@@ -83,6 +84,7 @@ app.command("explain")(explain)
 app.command("lower")(lower)
 app.command("check")(check_file)
 app.command("simulate")(simulate)
+app.command("schedule")(show_schedule)
 app.command("train")(train_recipe)
 app.command("compare")(compare_runs)
 app.command("clean")(clean_folder)

@@ -46,4 +46,11 @@ ModelPath = Annotated[
         "--model", metavar="FILE", help="The model.json of the plan. Absent: the one beside it."
     ),
 ]
+NumRanks = Annotated[
+    int | None, typer.Option("--ranks", min=1, metavar="R", help="How many ranks compute.")
+]
+NumMicrobatches = Annotated[
+    int | None,
+    typer.Option("--microbatches", min=1, metavar="M", help="How many microbatches a step has."),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]

@@ -15,6 +15,8 @@ _KIND_COLOURS: Final[Mapping[str, str]] = {
     "forward": "#3b7dd8",
     "recompute": "#93bdf2",
     "backward": "#e07b39",
+    "input_grad": "#d65a5a",
+    "weight_grad": "#8fb83c",
     "norm": "#d9b32f",
     "update": "#2f9e6e",
     "disk_read": "#8e6bbf",
@@ -50,6 +52,12 @@ def ink_on(colour: str) -> str:
     red, green, blue = (_linear(int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return "#ffffff" if luminance < 0.25 else "#14171c"
+
+
+def fade(colour: str, share: float) -> str:
+    """Mix a colour with white: none of it for a share of 0, white alone for 1."""
+    channels = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(each + (255 - each) * share):02x}" for each in channels)
 
 
 def _linear(channel: float) -> float:

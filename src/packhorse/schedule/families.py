@@ -52,37 +52,23 @@ class AnyStages:
 NamedFamily = FixedStages | AnyStages
 
 FAMILIES: Final[Mapping[str, NamedFamily]] = {
-    "gpipe": FixedStages(
-        make=make_gpipe, stages_per_rank=1, about="all forwards, then all backwards"
-    ),
-    "1f1b": FixedStages(
-        make=make_1f1b, stages_per_rank=1, about="one forward, one backward, in turn"
-    ),
+    "gpipe": FixedStages(make=make_gpipe, stages_per_rank=1, about="all forwards first"),
+    "1f1b": FixedStages(make=make_1f1b, stages_per_rank=1, about="one of each in turn"),
     "eager-1f1b": FixedStages(
         make=make_eager_1f1b,
         stages_per_rank=1,
-        about="1f1b with twice the forwards at first: hides transfers",
+        about="1f1b, hides transfers",
     ),
-    "interleaved": AnyStages(
-        make=make_interleaved, about="1f1b with several stages on each rank, in a loop"
-    ),
-    "looped-bfs": AnyStages(
-        make=make_looped_bfs, about="all microbatches through a stage, then the next"
-    ),
-    "layered": AnyStages(make=make_layered, about="looped-bfs with every layer a stage"),
-    "zb-h1": FixedStages(
-        make=make_zb_h1, stages_per_rank=1, about="weight gradients fill 1f1b's idle time"
-    ),
-    "zb-h2": FixedStages(
-        make=make_zb_h2, stages_per_rank=1, about="no idle time inside a rank, for more memory"
-    ),
-    "zb-v": FixedStages(
-        make=make_zb_v, stages_per_rank=2, about="no idle time inside a rank, on a V of stages"
-    ),
+    "interleaved": AnyStages(make=make_interleaved, about="1f1b in a loop"),
+    "looped-bfs": AnyStages(make=make_looped_bfs, about="stage by stage, looped"),
+    "layered": AnyStages(make=make_layered, about="layer by layer, looped"),
+    "zb-h1": FixedStages(make=make_zb_h1, stages_per_rank=1, about="1f1b, weights deferred"),
+    "zb-h2": FixedStages(make=make_zb_h2, stages_per_rank=1, about="no idle inside a rank"),
+    "zb-v": FixedStages(make=make_zb_v, stages_per_rank=2, about="no idle inside, on a V"),
     "v-half": FixedStages(make=make_v_half, stages_per_rank=2, about="half of 1f1b's memory"),
-    "v-min": FixedStages(make=make_v_min, stages_per_rank=2, about="a third of 1f1b's memory"),
+    "v-min": FixedStages(make=make_v_min, stages_per_rank=2, about="third of 1f1b's memory"),
     "dualpipe-v": FixedStages(
-        make=make_dualpipe_v, stages_per_rank=2, about="forwards and backwards in pairs, on a V"
+        make=make_dualpipe_v, stages_per_rank=2, about="in pairs, on a V"
     ),
 }
 

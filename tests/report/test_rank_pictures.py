@@ -1,0 +1,162 @@
+"""Pictures of several ranks, for pages and terminals."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from packhorse.report.colours import colour_of, fade
+from packhorse.report.rank_rows import picture_ranks
+from packhorse.report.rank_tasks import PASSES, list_rank_tasks, shade_of
+from packhorse.report.ranks import draw_ranks
+from packhorse.report.svg import WIDTH
+from packhorse.timeline.names import words_for
+from packhorse.timeline.spec import Span, Timeline
+from tests.report.samples import render
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def make_rank(rank, *tasks, slowness=1):
+    """A rank that does `kind stage microbatch start end` after `kind stage ...`."""
+    spans = []
+    for index, (kind, stage, microbatch, start, end) in enumerate(tasks):
+        spans.append(
+            Span(
+                index=index,
+                name=f"{words_for(kind)} {stage}@{microbatch}",
+                kind=kind,
+                lane="compute",
+                start_ns=start * 1_000_000 * slowness,
+                end_ns=end * 1_000_000 * slowness,
+            )
+        )
+    return Timeline(source="simulated", rank=rank, spans=tuple(spans), memory={})
+
+
+def two_ranks(slowness=1):
+    """One microbatch on a V of four stages, with halves on one rank, and one more forward."""
+    return (
+        make_rank(
+            0,
+            ("forward", 0, 0, 0, 1),
+            ("forward", 0, 1, 1, 2),
+            ("forward", 3, 0, 3, 4),
+            ("backward", 3, 0, 4, 6),
+            ("input_grad", 0, 0, 10, 11),
+            ("weight_grad", 0, 0, 11, 12),
+            slowness=slowness,
+        ),
+        make_rank(
+            1,
+            ("forward", 1, 0, 1, 2),
+            ("forward", 2, 0, 2, 3),
+            ("backward", 2, 0, 6, 8),
+            ("backward", 1, 0, 8, 10),
+            slowness=slowness,
+        ),
+    )
+
+
+def many_ranks(num_ranks, num_tasks, *, gap=0):
+    return tuple(
+        make_rank(
+            rank,
+            *(
+                (list(PASSES)[at % 5], rank, at, rank + at * (1 + gap), rank + at * (1 + gap) + 1)
+                for at in range(num_tasks)
+            ),
+        )
+        for rank in range(num_ranks)
+    )
+
+
+def draw(timelines):
+    notes = [f"rank {timeline.rank} idles 10 %" for timeline in timelines]
+    return draw_ranks(timelines, title="a < b", facts="12 ms", notes=notes, notes_head="idle")
+
+
+def test_golden_pictures(golden):
+    golden("report/ranks.svg", draw(two_ranks()))
+    golden("report/ranks.txt", render(picture_ranks(two_ranks()), width=80, encoding="ascii"))
+
+
+@pytest.mark.parametrize(
+    "timelines",
+    [
+        (),
+        (make_rank(0),),
+        two_ranks(),
+        two_ranks(slowness=100_000),
+        many_ranks(8, 20),
+        many_ranks(30, 20),
+        many_ranks(64, 300),
+        many_ranks(100, 40),
+    ],
+)
+def test_texts_stay_inside_and_apart(timelines):
+    root = ET.fromstring(draw(timelines))
+    height = float(root.attrib["height"])
+    boxes = []
+    for element in root.iter(f"{SVG}text"):
+        size = 15 if "title" in element.attrib.get("class", "") else 11
+        # Wider than any common sans-serif face draws it.
+        width = len(element.text) * 6.2 * size / 11
+        shift = {"middle": width / 2, "end": width}.get(element.attrib.get("text-anchor"), 0)
+        left, base = float(element.attrib["x"]) - shift, float(element.attrib["y"])
+        boxes.append((left, base - size * 0.8, left + width, base + size * 0.2, element.text))
+    for left, top, right, bottom, text in boxes:
+        assert left >= 0, text
+        assert right <= WIDTH, text
+        assert top >= 0, text
+        assert bottom <= height, text
+    for one, other in combinations(boxes, 2):
+        apart = one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
+        assert apart, (one[4], other[4])
+
+
+def test_a_picture_of_many_tasks_stays_small():
+    few, many = (draw(many_ranks(16, count)) for count in (1000, 6000))
+    assert len(many) < 2 * len(few) < 1_000_000
+
+
+def test_boxes_say_what_they_are():
+    svg = draw(two_ranks())
+    assert "a &lt; b" in svg
+    assert "prefers-color-scheme: dark" in svg
+    assert "<title>input grad, stage 0, microbatch 0</title>" in svg
+    assert svg.count('class="row"') == 2
+    assert "paler: later stages of a rank" in svg
+
+
+def test_columns_are_as_opaque_as_they_are_busy():
+    busy, half = (draw(many_ranks(1, 4000, gap=gap)) for gap in (0, 1))
+    levels = [float(level) for level in re.findall(r'fill-opacity="([\d.]+)"', busy)]
+    assert max(levels) == 1
+    levels = [float(level) for level in re.findall(r'fill-opacity="([\d.]+)"', half)]
+    assert 0.3 < sum(levels) / len(levels) < 0.7
+
+
+def test_turns_and_letters():
+    first, second = list_rank_tasks(two_ranks())
+    assert "".join(task.letter for task in first) == "FFfbIW"
+    assert "".join(task.letter for task in second) == "FfbB"
+    assert shade_of("forward", 0) == colour_of("forward")
+    assert len({shade_of("forward", turn) for turn in range(4)}) == 4
+    assert len({shade_of(kind, 0) for kind in PASSES}) == len(PASSES)
+    assert (fade("#102030", 0), fade("#102030", 1)) == ("#102030", "#ffffff")
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize(
+    "timelines", [(), (make_rank(0),), two_ranks(), many_ranks(3, 70), many_ranks(12, 900)]
+)
+def test_terminal_pictures_fit(timelines, width):
+    lines = render(picture_ranks(timelines), width=width).splitlines()
+    assert max(map(len, lines), default=0) <= width
+    for timeline, line in zip(timelines, lines, strict=False):
+        assert line.startswith(f"rank {timeline.rank}")
+        assert not timeline.spans or set("FRBIW") & set(line)
