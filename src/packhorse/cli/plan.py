@@ -69,8 +69,8 @@ def make_plan(
     screen.show(plan_table(planned.plan, planned.run))
     screen.wrote(*written)
     screen.note(
-        f"{out.name} was made from what lies beside it; `packhorse explain {out}` and `packhorse"
-        f" simulate {out}` read them, `packhorse train {recipe} --plan {out}` trains by it"
+        f"{out.name} was made from the files beside it: `packhorse explain {out}` says why,"
+        f" `packhorse train {recipe} --plan {out}` trains by it"
     )
     if not as_json:
         return
