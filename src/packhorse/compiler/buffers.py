@@ -12,13 +12,14 @@ from dataclasses import replace
 from math import ceil
 from typing import Final
 
+from packhorse.compiler.layout import find_chunks
 from packhorse.compiler.passes.updates import (
     place_updates,
     takes_norm_to_host,
     updated_states,
 )
 from packhorse.errors import DoesNotFitError
-from packhorse.model.spec import ITEM_BYTES, Model, Value
+from packhorse.model.spec import ITEM_BYTES, Model, Parameter, Value
 from packhorse.plan.spec import ChunkPlan, Plan
 from packhorse.program.buffers import (
     NORM,
@@ -187,13 +188,15 @@ def _state_bytes(layout: Layout, state: str, chunk: Chunk) -> int:
 
 
 def _norms(plan: Plan, layout: Layout) -> Iterable[Buffer]:
-    for chunk in layout.chunks:
-        stop = chunk.start + chunk.num_elements
-        segments = sum(
-            ceil((min(slot.stop, stop) - max(slot.start, chunk.start)) / NORM_SEGMENT_ELEMENTS)
-            for slot in layout.slots_of(chunk)
-        )
-        yield _transient(plan, norm_id(chunk.id), segments * NORM_BYTES)
+    segments = {chunk.id: 0 for chunk in layout.chunks}
+    for name, chunks in find_chunks(layout).items():
+        slot = layout.slots[name]
+        for chunk in chunks:
+            start = max(slot.start, chunk.start)
+            stop = min(slot.stop, chunk.start + chunk.num_elements)
+            segments[chunk.id] += ceil((stop - start) / NORM_SEGMENT_ELEMENTS)
+    for chunk, count in segments.items():
+        yield _transient(plan, norm_id(chunk), count * NORM_BYTES)
     norm = _transient(plan, NORM, NORM_BYTES)
     if takes_norm_to_host(plan.optimizer, place_updates(plan), layout):
         norm = replace(norm, pools={**norm.pools, "host": PoolId("host")})
@@ -202,24 +205,29 @@ def _norms(plan: Plan, layout: Layout) -> Iterable[Buffer]:
 
 def _activations(plan: Plan, model: Model, microbatch: int) -> Iterable[Buffer]:
     tier = plan.boundaries.value
-    away = {} if tier == "device" else {tier: PoolId(tier)}
     for value in model.values.values():
         made = _transient(plan, value_id(value.id, microbatch), value.size_bytes)
-        yield replace(made, pools={**made.pools, **away}) if _is_boundary(model, value) else made
+        if tier != "device" and _is_boundary(model, value):
+            made = replace(made, pools={**made.pools, tier: PoolId(tier)})
+        yield made
         yield _transient(plan, value_grad_id(value.id, microbatch), value.size_bytes)
     for block in model.blocks:
         saved_bytes = model.bodies[block.body].saved_bytes
         yield _transient(plan, saved_id(block.id, microbatch), saved_bytes)
-    for parameter in model.parameters.values():
+    for parameter in _tied_parameters(model):
         size_bytes = parameter.num_elements * ITEM_BYTES[parameter.dtype]
         yield _transient(plan, tied_grad_id(parameter.name, microbatch), size_bytes)
 
 
 def _tied_sums(plan: Plan, model: Model, layout: Layout) -> Iterable[Buffer]:
-    for parameter in model.parameters.values():
+    for parameter in _tied_parameters(model):
         size_bytes = parameter.num_elements * ITEM_BYTES[layout.dtypes["grad"]]
         for block in parameter.blocks:
             yield _transient(plan, tied_sum_id(parameter.name, block), size_bytes)
+
+
+def _tied_parameters(model: Model) -> list[Parameter]:
+    return [parameter for parameter in model.parameters.values() if len(parameter.blocks) > 1]
 
 
 def _is_boundary(model: Model, value: Value) -> bool:

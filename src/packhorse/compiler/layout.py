@@ -8,6 +8,8 @@ run over neighbouring chunks.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from typing import Final
 
 from packhorse.errors import MismatchError, RefusedError
@@ -52,6 +54,15 @@ def lay_out_chunks(plan: Plan, model: Model) -> Layout:
         slots=slots,
         dtypes={"param": plan.numerics.compute_dtype, **states},
     )
+
+
+def find_chunks(layout: Layout) -> Mapping[str, tuple[Chunk, ...]]:
+    """The chunks that hold each parameter, in order; those of a layout follow each other."""
+    starts = [chunk.start for chunk in layout.chunks]
+    return {
+        name: layout.chunks[bisect_right(starts, slot.start) - 1 : bisect_left(starts, slot.stop)]
+        for name, slot in layout.slots.items()
+    }
 
 
 def _place_chunk(

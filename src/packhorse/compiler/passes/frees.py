@@ -14,15 +14,18 @@ from packhorse.program.tasks import Free, Task, reads_of, writes_of
 
 def add_frees(tasks: Sequence[Task], buffers: Mapping[BufferId, Buffer]) -> tuple[Task, ...]:
     """Insert a Free of every transient buffer directly after its last use."""
+    passing = {name for name, each in buffers.items() if each.home is None and len(each.pools) == 1}
     last: dict[BufferId, int] = {}
     for position, task in enumerate(tasks):
         for buffer, _ in (*reads_of(task), *writes_of(task)):
-            if buffers[buffer].home is None and len(buffers[buffer].pools) == 1:
+            if buffer in passing:
                 last[buffer] = position
     ending: dict[int, list[Task]] = {}
     for buffer, position in last.items():
         ending.setdefault(position, []).append(Free(buffer=buffer, tier="device"))
     result: list[Task] = []
     for position, task in enumerate(tasks):
-        result += [task, *ending.get(position, [])]
+        result.append(task)
+        if position in ending:
+            result += ending[position]
     return tuple(result)

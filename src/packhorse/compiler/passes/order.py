@@ -24,10 +24,10 @@ user apart, until its Backward of the last micro-batch adds what it has to the c
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from packhorse.compiler.layout import find_chunks
 from packhorse.model.spec import ITEM_BYTES, Block, BlockId, Model, Parameter, ValueId
 from packhorse.plan.spec import Order, TiedSum
 from packhorse.program.buffers import (
@@ -269,14 +269,7 @@ def _saves(model: Model, block: BlockId) -> bool:
 
 
 def _chunks_of(layout: Layout) -> ChunksOf:
-    # Chunks follow each other, so the first of a parameter is found by halves.
-    starts = [chunk.start for chunk in layout.chunks]
-    found: dict[str, tuple[ChunkId, ...]] = {}
-    for name, slot in layout.slots.items():
-        first = bisect_right(starts, slot.start) - 1
-        behind = bisect_left(starts, slot.stop)
-        found[name] = tuple([chunk.id for chunk in layout.chunks[first:behind]])
-    return found
+    return {name: tuple([each.id for each in held]) for name, held in find_chunks(layout).items()}
 
 
 def _unique(buffers: list[BufferId]) -> tuple[BufferId, ...]:

@@ -74,7 +74,11 @@ def add_residency(
         _move(buffers[buffer], rest, uses, stretches, moves)
     result: list[Task] = []
     for position, task in enumerate(tasks):
-        result += [*moves.before.get(position, []), task, *moves.after.get(position, [])]
+        if position in moves.before:
+            result += moves.before[position]
+        result.append(task)
+        if position in moves.after:
+            result += moves.after[position]
     return tuple(result)
 
 
@@ -128,10 +132,11 @@ def _find_uses(
     tasks: Sequence[Task], buffers: Mapping[BufferId, Buffer]
 ) -> dict[BufferId, list[_Use]]:
     found: dict[BufferId, list[_Use]] = {}
+    moving = {name for name, buffer in buffers.items() if moves_between_tiers(buffer)}
     for position, task in enumerate(tasks):
         read, written = reads_of(task), writes_of(task)
         for buffer, tier in dict.fromkeys([*read, *written]):
-            if moves_between_tiers(buffers[buffer]):
+            if buffer in moving:
                 found.setdefault(buffer, []).append(
                     _Use(
                         position=position,
