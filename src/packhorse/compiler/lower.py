@@ -136,6 +136,16 @@ class Lowerer:
             ),
         )
 
+    def order_step(self, plan: Plan) -> tuple[tuple[Task, ...], Layout]:
+        """Order the compute tasks of a training step, norms and updates included; nothing moves.
+
+        Raises:
+            MismatchError, RefusedError: as `lower`.
+        """
+        check_lowering(plan, self._model)
+        layout = self._lay_out(plan)
+        return self._order_step(plan, layout).tasks, layout
+
     def _lay_out(self, plan: Plan) -> Layout:
         key = (
             tuple((chunk.pieces, chunk.group, chunk.trainable) for chunk in plan.chunks),

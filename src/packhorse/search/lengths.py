@@ -1,8 +1,8 @@
 """How long chunks should be: the lengths at which a cache would move a step's states soonest.
 
 In: a candidate and the problem. Out: a few chunk lengths, which the search then tries in earnest.
-For every length that comes into question the step is lowered once and its accesses are run
-through the cache simulation:
+For every length that comes into question the step is ordered once and its accesses are run through
+the cache simulation:
 
     cost(L) = for each direction: transfers * (latency + work around a task) + bytes / link rate
     where the cache has what the device budget leaves beside the process, its activations and the
@@ -108,12 +108,12 @@ class Lengths:
                 if cuts and setting.chunks == cuts[-1].chunks:
                     continue
                 plan = short_plan(self._problem, setting, [False] * len(setting.moves))
-                program = lowerer.lower(plan, "train_step")
+                tasks, layout = lowerer.order_step(plan)
                 cuts.append(
                     _Cut(
                         chunk_bytes=length,
                         chunks=setting.chunks,
-                        accesses=trace_accesses(program.tasks, program.layout),
+                        accesses=trace_accesses(tasks, layout),
                     )
                 )
             self._cuts[key] = tuple(cuts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from packhorse.program.buffers import Buffer, BufferId, PoolId, TierName
 from packhorse.program.lanes import assign_lanes
@@ -21,12 +22,12 @@ from packhorse.timeline.names import name_of
 Place = tuple[BufferId, TierName]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """What one task asks for; places by number.
+class Footprint(NamedTuple):
+    """What one task asks for; places by number. A search makes them by the hundred thousand.
 
     `waits_for` are the places whose users it has to wait for: those that it writes, or frees.
-    `shares` says that it takes its turn on a path that its lane shares.
+    `shares` says that it takes its turn on a path that its lane shares, `gives_back` that something
+    is released when it is over.
     """
 
     task: Task
@@ -38,11 +39,7 @@ class Footprint:
     workspace_bytes: int
     frees: bool
     shares: bool
-
-    @property
-    def gives_back(self) -> bool:
-        """Whether something is released when it is over."""
-        return self.frees or self.workspace_bytes > 0
+    gives_back: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +82,7 @@ def find_footprints(
     of_tasks: list[Footprint] = []
     for task, lane in zip(program.tasks, assign_lanes(program.tasks), strict=True):
         duration_ns = costs.duration_ns(task)
+        workspace_bytes = workspace_of(task)
         if duration_ns < 0:
             raise ValueError(f"the cost of {name_of(task)} is negative: {duration_ns} ns")
         frees = isinstance(task, Free)
@@ -102,9 +100,10 @@ def find_footprints(
                 writes=writes,
                 # A buffer may be dropped only when all its users are done.
                 waits_for=reads if frees else writes,
-                workspace_bytes=workspace_of(task),
+                workspace_bytes=workspace_bytes,
                 frees=frees,
                 shares=shares,
+                gives_back=frees or workspace_bytes > 0,
             )
         )
     homes = tuple(

@@ -73,6 +73,9 @@ class Ledger:
         for place in footprint.reads:
             if not present[place]:
                 raise self._absent(index, place)
+        if footprint.frees:
+            present[footprint.reads[0]] = False
+            return now_ns
         need_bytes: dict[PoolId, int] = {}
         if footprint.workspace_bytes:
             need_bytes[self._workspace_pool] = footprint.workspace_bytes
@@ -83,8 +86,6 @@ class Ledger:
                 if pool is None:
                     raise self._nowhere(index, place)
                 need_bytes[pool] = need_bytes.get(pool, 0) + self._size_of[place]
-        if footprint.frees:
-            present[footprint.reads[0]] = False
         if not need_bytes:
             return now_ns
         due = self._due

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from packhorse.program.buffers import NORM, Buffer, BufferId, TierName
 from packhorse.program.tasks import (
@@ -35,8 +36,7 @@ from packhorse.program.tasks import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Use:
+class _Use(NamedTuple):
     # A task that touches a buffer in a tier.
     position: int
     tier: TierName
