@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from packhorse.errors import InputError
 from packhorse.graph.trace import Traced
+from packhorse.machine.contention import CoreClocks
 from packhorse.machine.spec import Machine
 from packhorse.profile.analytic import estimate_profile
 from packhorse.profile.measure import Measurement, measure_profile, scale_profile
@@ -88,6 +89,35 @@ def test_what_there_was_no_time_for_is_said(tmp_path: Path, monkeypatch: pytest.
     assert note.startswith("of 3 ways to cut the step 1 was measured in 5.00 s")
     assert {entry.profile.source for entry in found.entries} == {"measured"}
     assert [entry.profile.rows for entry in found.entries] == [1, 2, 4]
+
+
+def test_kinds_of_blocks_are_counted_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ran = 0
+
+    def measure_few(traced: Traced, machine: Machine, **options: object) -> Measurement:
+        profile = estimate_profile(traced.model, machine)
+        return Measurement(profile=profile, num_measured=ran, num_bodies=3)
+
+    monkeypatch.setattr(candidates, "measure_profile", measure_few)
+    for ran, words in enumerate(("none was", "1 was", "2 were")):
+        (note,) = offer(tmp_path, 1, limit_s=5.0).notes
+        assert note.startswith(f"of 3 kinds of blocks {words} measured in 5.00 s")
+        assert note.endswith("scaled by what those blocks took") == (ran > 0)
+
+
+def test_what_others_took_while_blocks_were_measured_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def look(at_s: float, busy_s: float) -> CoreClocks:
+        return CoreClocks(at_s=at_s, busy_s=busy_s, own_s=0.0, num_cores=1)
+
+    machine = make_machine(tmp_path)
+    looks = iter([look(0.0, 0.0), look(2.0, machine.num_threads * 1.0)] * 2)
+    monkeypatch.setattr(candidates, "read_core_clocks", lambda: next(looks))
+    found = offer(tmp_path, 2, limit_s=30.0)
+    assert [entry.profile.busy_share for entry in found.entries] == [pytest.approx(0.5)] * 2
+    estimated = offer(tmp_path, 2, limit_s=0)
+    assert {entry.profile.busy_share for entry in estimated.entries} == {0.0}
 
 
 def test_without_time_or_on_another_machine_estimates_stand_in(tmp_path: Path):

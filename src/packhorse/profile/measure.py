@@ -21,7 +21,6 @@ from torch import Tensor, fx
 
 from packhorse.graph.joint import BodyCode
 from packhorse.graph.trace import Traced
-from packhorse.machine.contention import read_core_clocks
 from packhorse.machine.spec import Machine
 from packhorse.model.spec import BlockId, Body, BodyId, Model
 from packhorse.profile.analytic import estimate_profile
@@ -80,7 +79,6 @@ def measure_profile(
     measured: dict[BodyId, BodyTime] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(machine.num_threads)
-    began = read_core_clocks()
     try:
         for index, body in enumerate(order):
             rest_ns = (deadline - time.monotonic()) * 1e9 * _SHARE_OF_REST
@@ -95,7 +93,6 @@ def measure_profile(
             gc.collect()
     finally:
         torch.set_num_threads(threads)
-    busy_share = read_core_clocks().share_since(began, machine.num_threads)
     ratio = find_ratio(measured, estimated)
     bodies = {
         body: measured[body] if body in measured else scale_time(found, ratio)
@@ -108,7 +105,6 @@ def measure_profile(
         source="measured" if measured else "analytic",
         bodies=bodies,
         base_bytes=0,
-        busy_share=busy_share if measured else 0.0,
     )
     return Measurement(profile=profile, num_measured=len(measured), num_bodies=len(bodies))
 
@@ -128,9 +124,7 @@ def scale_profile(measured: Profile, estimated_there: Profile, estimated_here: P
         own = {body: measured.bodies[body]} if body in measured.bodies else {}
         ratio = find_ratio(own, estimated_there.bodies) if own else overall
         bodies[body] = scale_time(found, ratio)
-    return replace(
-        estimated_here, source=measured.source, bodies=bodies, busy_share=measured.busy_share
-    )
+    return replace(estimated_here, source=measured.source, bodies=bodies)
 
 
 def find_ratio(measured: Mapping[BodyId, BodyTime], estimated: Mapping[BodyId, BodyTime]) -> float:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from packhorse.errors import InputError
 from packhorse.graph.export import Exported, export_module, is_transformers_model
 from packhorse.graph.trace import Traced, trace_blocks
+from packhorse.machine.contention import read_core_clocks
 from packhorse.machine.spec import Machine
 from packhorse.profile.analytic import estimate_profile
 from packhorse.profile.measure import (
@@ -282,6 +283,8 @@ def _profile_all(
     if device is not None:
         memory_bytes = max(0, int((device.budget_bytes - held_bytes) * _MEASURE_SHARE))
     deadline = time.monotonic() + limit_s
+    # Around all of them: one alone may be over before the clocks have ticked.
+    began = read_core_clocks()
     set_heap_mode("keep")
     profiles: list[Profile] = []
     first: Measurement | None = None
@@ -297,6 +300,11 @@ def _profile_all(
                 profiles.append(measured.profile)
                 continue
         profiles.append(scale_profile(profiles[0], estimated[0], estimated[index]))
+    busy_share = read_core_clocks().share_since(began, machine.num_threads)
+    profiles = [
+        replace(profile, busy_share=busy_share if profile.source == "measured" else 0.0)
+        for profile in profiles
+    ]
     if num_complete == len(traced):
         return profiles, []
     return profiles, [_say_measured(first, num_complete, len(traced), limit_s)]
