@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,26 +12,50 @@ from rich.console import Console
 
 from packhorse.cli.training_screen import Summary, TrainingScreen
 from packhorse.cli.training_summary import render_summary, summary_as_dict
-from packhorse.trainer.observer import StepReport
+from packhorse.trainer.observer import RunStart, StepReport
 
 
-def run_losses(losses):
-    screen = TrainingScreen(
-        Console(file=io.StringIO(), width=120),
+def make_screen(file, *, logging_steps):
+    return TrainingScreen(
+        Console(file=file, width=80),
         predicted_ns=None,
         base_bytes=0,
         budget_bytes={},
-        logging_steps=1000,
+        logging_steps=logging_steps,
         at_start=lambda: None,
     )
+
+
+def make_report(step, loss):
+    return StepReport(
+        step=step, epoch=1.0, loss=loss, grad_norm=None, learning_rate=0.1, step_s=1.0,
+        tokens_per_second=8.0, mfu=0.1, peak_bytes={}, process_bytes=None,
+        disk_read_bytes=0, disk_written_bytes=0,
+    )  # fmt: skip
+
+
+def test_each_column_has_a_name_of_its_own_above_it():
+    file = io.StringIO()
+    screen = make_screen(file, logging_steps=1)
+    screen.started(
+        RunStart(
+            first_step=1, num_steps=2, steps_per_epoch=2, global_rows=1, row_length=8,
+            resumed_from=None, scratch_bytes=0, checkpoint_bytes=0,
+        )
+    )  # fmt: skip
+    screen.stepped(make_report(1, 2.0))
+    _, head, line = file.getvalue().splitlines()
+    names = re.split(r"\s{2,}", head.strip())
+    assert names == ["step", "loss", "grad norm", "learn rate", "tokens/s", "time", "device"]
+    ends = [found.end() for found in re.finditer(r"\S+(?: \S+)*", head)]
+    assert [found.end() for found in re.finditer(r"\S+(?: \S+)*", line)] == ends
+    assert len(head) < 80
+
+
+def run_losses(losses):
+    screen = make_screen(io.StringIO(), logging_steps=1000)
     for step, loss in enumerate(losses, 1):
-        screen.stepped(
-            StepReport(
-                step=step, epoch=1.0, loss=loss, grad_norm=None, learning_rate=0.1, step_s=1.0,
-                tokens_per_second=8.0, mfu=0.1, peak_bytes={}, process_bytes=None,
-                disk_read_bytes=0, disk_written_bytes=0,
-            )
-        )  # fmt: skip
+        screen.stepped(make_report(step, loss))
     planned = SimpleNamespace(
         plan=SimpleNamespace(prediction=None, budget_bytes={}),
         machine=SimpleNamespace(device="cpu"),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _RECENT_STEPS: Final = 20
 _BAR_WIDTH: Final = 12
-_HEAD: Final = "  step      loss  grad norm learn rate  tokens/s      time     device"
+_HEAD: Final = "  step      loss  grad norm  learn rate  tokens/s      time     device"
 _TENTH: Final = 10
 
 
@@ -226,7 +226,7 @@ def _tenths(losses: Sequence[float]) -> tuple[float, float] | None:
 def _format_step(report: StepReport, peaks: Mapping[str, int]) -> str:
     norm = "-" if report.grad_norm is None else f"{report.grad_norm:.4g}"
     return (
-        f"{report.step:>6}  {report.loss:>8.4f}  {norm:>9}  {report.learning_rate:>9.2e}"
+        f"{report.step:>6}  {report.loss:>8.4f}  {norm:>9}  {report.learning_rate:>10.2e}"
         f"  {report.tokens_per_second:>8.0f}  {format_ns(report.step_s * 1e9):>8}"
         f"  {format_bytes(peaks.get('device', 0)):>9}"
     )
