@@ -66,7 +66,12 @@ def test_a_task_on_another_rank_than_its_stage() -> None:
 
 
 def test_replicas_keep_each_microbatch_on_one_rank() -> None:
-    check_schedule(write_schedule("0F0 0B0 0F2 0B2", "0F1 0B1"))
+    check_schedule(write_schedule("0F0 0B0 0F1 0B1", "0F2 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"))
+    error = reject(write_schedule("0F0 0B0 0F2 0B2", "0F1 0B1"))
+    assert error.what == (
+        "rule order: rank 0 has microbatches 0 to 2 of stage 0, but 0F1 between them is on rank 1:"
+        " gradients would be summed in another order"
+    )
     error = reject(write_schedule("0F0 0B1", "0F1 0B0"))
     assert error.what == (
         "rule placement: rank 1 computes 0B0, but what it needs was saved on rank 0, by 0F0"

@@ -84,7 +84,8 @@ def show_schedule(
                 )
         _compare_all(screen, request)
         return
-    schedule, given = take_schedule(request)
+    with screen.progress("schedule") as tell:
+        schedule, given = take_schedule(request, tell)
     _show_one(screen, name, schedule, given, svg, csv)
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from packhorse.cli.kinds import read_text
 from packhorse.cli.schedule_costs import read_costs
+from packhorse.cli.screen import Tell
 from packhorse.errors import FileFormatError, InputError
 from packhorse.schedule.costs import Costs
 from packhorse.schedule.csv_text import parse_csv
-from packhorse.schedule.finding import make_schedule
+from packhorse.schedule.finding import SEARCHED, make_schedule
 from packhorse.schedule.proof import check_schedule
 from packhorse.schedule.spec import Schedule
 
@@ -31,8 +32,8 @@ class ScheduleRequest:
     memory_cap: str | None = None
 
 
-def take_schedule(request: ScheduleRequest) -> tuple[Schedule, Costs]:
-    """Make the schedule, or read it, and prove it right.
+def take_schedule(request: ScheduleRequest, tell: Tell | None = None) -> tuple[Schedule, Costs]:
+    """Make the schedule, or read it, and prove it right; `tell` hears of what may take long.
 
     Raises:
         InputError: an option is wrong or missing, or a file cannot be read.
@@ -44,6 +45,8 @@ def take_schedule(request: ScheduleRequest) -> tuple[Schedule, Costs]:
     else:
         num_ranks, num_microbatches = need_sizes(request)
         costs = read_costs(request.costs, request.memory_cap, num_ranks)
+        if tell is not None and request.name == SEARCHED:
+            tell("searching", 0, None)
         schedule = make_schedule(
             request.name, num_ranks, num_microbatches, costs, num_stages=request.num_stages
         )

@@ -6,8 +6,9 @@ neighbours, and what it lacks. A schedule that passes runs to its end on any tra
     placement   stages are numbered from 0, each has a rank, and tasks are where their stage is
     coverage    every stage has every microbatch's forward once, and its backward once, whole or in
                 halves
-    order       a stage's backwards go over its microbatches first in, first out: the order in which
-                gradients are summed, and so their bits, are those of every other schedule
+    order       a stage's backwards go over its microbatches first in, first out, and a rank has a
+                contiguous run of them: the order in which gradients are summed, and so their bits,
+                are those of every other schedule
     deadlock    no ranks wait for each other in a circle, neither for values nor, where a send ends
                 only when its receive has begun, for messages
 """
@@ -47,6 +48,7 @@ def check_schedule(schedule: Schedule) -> None:
     _check_placement(schedule)
     places = _check_coverage(schedule)
     _check_order(schedule)
+    _check_runs(schedule, places)
     _check_progress(schedule, places)
     check_messages(project_messages(schedule))
 
@@ -130,8 +132,9 @@ def _check_coverage(schedule: Schedule) -> Places:
                     fix="take one of the two out",
                 )
             places[task] = rank, at
+    num_microbatches = schedule.num_microbatches
     for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
+        for microbatch in range(num_microbatches):
             _check_passes(schedule, places, stage, microbatch)
     return places
 
@@ -199,6 +202,30 @@ def _check_order(schedule: Schedule) -> None:
                         fix="let a stage's backwards go over its microbatches first in, first out",
                     )
                 last[task.stage, half] = task
+
+
+def _check_runs(schedule: Schedule, places: Places) -> None:
+    num_microbatches = schedule.num_microbatches
+    for stage, homes in sorted(schedule.placement.items()):
+        if len(homes) == 1:
+            continue
+        ranks = [
+            places[Forward(stage=stage, microbatch=each)][0] for each in range(num_microbatches)
+        ]
+        for microbatch in range(1, num_microbatches):
+            rank = ranks[microbatch]
+            if rank != ranks[microbatch - 1] and rank in ranks[:microbatch]:
+                own = [each for each, home in enumerate(ranks) if home == rank]
+                raise RuleError(
+                    f"rank {rank} has microbatches {own[0]} to {own[-1]} of stage {stage}, but"
+                    f" {name_task(Forward(stage=stage, microbatch=microbatch - 1))} between them is"
+                    f" on rank {ranks[microbatch - 1]}: gradients would be summed in another order",
+                    rule="order",
+                    where=format_place(
+                        schedule, *places[Forward(stage=stage, microbatch=microbatch)]
+                    ),
+                    fix="give each rank of a stage a contiguous run of its microbatches",
+                )
 
 
 def _check_progress(schedule: Schedule, places: Places) -> None:

@@ -64,7 +64,8 @@ LETTERS: Final[Mapping[type[Task], str]] = {
 class Schedule:
     """The ranks of each stage, and each rank's tasks in order.
 
-    A stage has one rank as a rule; with several, each computes some of the microbatches.
+    A stage has one rank as a rule; with several, each computes a contiguous run of the
+    microbatches.
     """
 
     placement: Mapping[int, tuple[int, ...]]
