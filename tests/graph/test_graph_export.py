@@ -246,6 +246,14 @@ def test_parameters_of_a_dtype_that_would_be_lost_are_refused(dtype: torch.dtype
         export_module(module, BATCH)
 
 
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2)])
+def test_parameters_without_elements_are_refused(shape: tuple[int, ...]) -> None:
+    module = Small()
+    module.register_parameter("empty", nn.Parameter(torch.zeros(shape)))
+    with pytest.raises(ModelError, match=r"parameter empty has shape \[.*\], so no elements"):
+        export_module(module, BATCH)
+
+
 def test_a_loss_that_ignores_the_number_of_items_is_refused() -> None:
     config = transformers.T5Config(
         vocab_size=32, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8,

@@ -141,7 +141,7 @@ def export_module(
         ModelError: the module cannot be traced; names the reason torch gives.
     """
     specs = describe_parameters(module)
-    _check_dtypes(specs)
+    _check_parameters(specs)
     first = next(iter(batch.values()))
     rows, length = first.shape[0], first.shape[1] if first.dim() > 1 else 1
     example_rows = max(2, rows)
@@ -177,9 +177,15 @@ def export_module(
     raise ModelError(f"the model cannot be traced: {failure}")
 
 
-def _check_dtypes(specs: Mapping[str, TracedParameter]) -> None:
-    """Refuse parameters that would silently be kept and computed in another dtype."""
+def _check_parameters(specs: Mapping[str, TracedParameter]) -> None:
+    """Refuse parameters without elements, or that would be kept and computed in another dtype."""
     for spec in specs.values():
+        if 0 in spec.shape:
+            raise ModelError(
+                f"parameter {spec.name} has shape {list(spec.shape)}, so no elements",
+                where=f"parameter {spec.name}",
+                fix="register it as a buffer: nothing can be learnt of it",
+            )
         if spec.dtype not in _DTYPES:
             kind = str(spec.dtype).removeprefix("torch.")
             raise ModelError(
