@@ -38,7 +38,8 @@ from packhorse.plan.spec import (
 from packhorse.program.buffers import TierName
 from packhorse.program.program import Program, ProgramKind
 from packhorse.runtime.emulation import Pace
-from packhorse.runtime.engine import Engine, ParameterPiece, StepResult
+from packhorse.runtime.engine import Engine, ParameterPiece
+from packhorse.runtime.step_result import StepResult
 from packhorse.units import KIB
 from packhorse.verifier.rules import verify_program
 

@@ -216,7 +216,8 @@ def simulate(
         profile: block times; by default they are estimated from the machine's rates.
 
     Returns:
-        A timeline with `makespan_ns`, `bubble`, `idle_in_span` and `peak_bytes`; notebooks draw it.
+        A timeline with `step_ns`, `makespan_ns`, `bubble`, `idle_in_span` and `peak_bytes`;
+        notebooks draw it.
 
     Raises:
         MismatchError: program or profile belong to another model or shape.

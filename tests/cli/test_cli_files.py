@@ -176,9 +176,9 @@ def test_simulate_keeps_the_promise_of_the_plan(shell, plan_folder):
     done = shell("simulate", plan_folder / "plan.json", "--svg", plan_folder / "t.svg", "--json")
     assert done.code == 0
     assert plan.prediction is not None
-    assert done.document["makespan_ns"] == plan.prediction.step_ns
+    assert done.document["step_ns"] == plan.prediction.step_ns
     timeline = read_timeline(plan_folder / "timeline.json")
-    assert timeline.makespan_ns == plan.prediction.step_ns
+    assert timeline.step_ns == plan.prediction.step_ns
     trace = json.loads((plan_folder / "timeline.trace.json").read_text())
     assert len(trace["traceEvents"]) > len(timeline.spans)
     assert (plan_folder / "t.svg").read_text().startswith("<svg")

@@ -172,7 +172,7 @@ def test_causes_add_up_and_the_step_is_the_simulators():
     )
     # The search looks at three micro-batches; the whole step must come out nearly the same.
     timeline = simulate_run(program, costs=costs)
-    assert prediction.step_ns == pytest.approx(timeline.makespan_ns, rel=0.01)
+    assert prediction.step_ns == pytest.approx(timeline.step_ns, rel=0.01)
     assert sum(prediction.time_ns.values()) == sum(prediction.lane_ns.values())
     in_turn = simulate_program(program, costs=costs)
     assert sum(prediction.time_ns.values()) == in_turn.makespan_ns

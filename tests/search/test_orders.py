@@ -114,7 +114,7 @@ def test_a_step_in_layers_is_predicted_whole(total, optimizer) -> None:
     )
     prediction = predict_plan(plan, model, profile, make_machine())
     assert prediction == plan.prediction
-    assert prediction.step_ns == simulate_run(program, costs=costs).makespan_ns
+    assert prediction.step_ns == simulate_run(program, costs=costs).step_ns
     read = sum(
         program.buffers[task.buffer].size_bytes
         for task in program.tasks

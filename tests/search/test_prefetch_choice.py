@@ -28,7 +28,7 @@ def test_the_chosen_depth_is_never_slower_than_none(share):
     costs = TaskCosts(
         machine=machine, profile=profile, model=model, program=program, heap=plan.heap.value
     )
-    assert simulate_run(program, costs=costs).makespan_ns == plan.prediction.step_ns
+    assert simulate_run(program, costs=costs).step_ns == plan.prediction.step_ns
     for depth in (0, 1, 4, 16):
         pinned = search(candidates, machine, pins={**pins, "prefetch": depth})
         assert (pinned.prefetch.value, pinned.prefetch.because) == (depth, "pinned")

@@ -88,4 +88,4 @@ def test_an_evaluation_is_predicted_to_the_nanosecond(count):
     )
     timeline = simulate_run(program, costs=costs)
     predicted = predict_evaluation_ns(plan, model, profile, make_machine(), count)
-    assert predicted == timeline.makespan_ns
+    assert predicted == timeline.step_ns

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -15,9 +16,10 @@ from tests.timeline.timelines import make_timeline
 TEXT = """\
 {
   "kind": "packhorse/timeline",
-  "version": 1,
+  "version": 2,
   "source": "simulated",
   "rank": 0,
+  "since_ns": 0,
   "span_columns": ["index", "name", "kind", "lane", "start_ns", "end_ns"],
   "spans": [
     [0, "copy param/0 disk -> device", "disk_read", "disk_read", 0, 1500],
@@ -45,7 +47,14 @@ def test_the_text_is_settled():
     assert format_timeline(make_timeline()) == TEXT
 
 
-@pytest.mark.parametrize("timeline", [make_timeline(source="measured", rank=2), EMPTY])
+@pytest.mark.parametrize(
+    "timeline",
+    [
+        make_timeline(source="measured", rank=2),
+        replace(make_timeline(), since_ns=1200),
+        EMPTY,
+    ],
+)
 def test_reads_back_what_was_written(timeline, tmp_path):
     (tmp_path / "timeline.json").write_text(format_timeline(timeline))
     assert read_timeline(tmp_path / "timeline.json") == timeline
@@ -53,13 +62,19 @@ def test_reads_back_what_was_written(timeline, tmp_path):
     assert parse_timeline(as_yaml) == timeline
 
 
+def test_the_first_version_knew_no_step_before():
+    first = TEXT.replace('"version": 2', '"version": 1').replace('  "since_ns": 0,\n', "")
+    assert parse_timeline(first) == make_timeline()
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"version": 1', '"version": 2', "the timeline has version 2; this packhorse reads up to"),
-        ('"version": 1', '"version": "1"', "version '1' is no version number"),
+        ('"version": 2', '"version": 3', "the timeline has version 3; this packhorse reads up to"),
+        ('"version": 2', '"version": "1"', "version '1' is no version number"),
         ("packhorse/timeline", "packhorse/plan", "its kind is 'packhorse/plan'"),
         ('"rank": 0', '"rank": -1', "rank is -1, not a count"),
+        ('"since_ns": 0', '"since_ns": -1', "since_ns is -1, not a time in ns"),
         ('"rank": 0', '"rank": 0, "rnk": 1', "unknown key 'rnk'"),
         ('"simulated"', '"guessed"', "source is 'guessed'"),
         ('"compute", 1500', '"computer", 1500', "unknown lane 'computer'"),

@@ -178,7 +178,9 @@ class SignalInStep(SilentObserver):
             inner = Engine._update  # pyright: ignore[reportPrivateUsage]
 
             def update(engine: Engine, *arguments: object) -> None:
-                os.kill(os.getpid(), signal.SIGTERM)
+                # Updates of the step itself may still be on their way.
+                if int(str(arguments[3])) > self.step:
+                    os.kill(os.getpid(), signal.SIGTERM)
                 inner(engine, *arguments)  # pyright: ignore[reportArgumentType]
 
             self.patch.setattr(Engine, "_update", update)

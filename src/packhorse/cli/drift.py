@@ -92,7 +92,7 @@ def _simulate_step(planned: Planned, plan: Plan, machine: Machine) -> int:
         program=program,
         heap=plan.heap.value,
     )
-    return simulate_run(program, costs=costs).makespan_ns
+    return simulate_run(program, costs=costs).step_ns
 
 
 def _replan(planned: Planned, machine: Machine) -> Plan:

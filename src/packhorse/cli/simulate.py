@@ -88,6 +88,7 @@ def simulate(
     screen.wrote(*written)
     screen.answer(
         {
+            "step_ns": timeline.step_ns,
             "makespan_ns": timeline.makespan_ns,
             "bubble": timeline.bubble,
             "idle_in_span": timeline.idle_in_span,

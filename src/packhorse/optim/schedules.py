@@ -56,3 +56,10 @@ def _factor_at(step: int, kind: ScheduleKind, warmup: int, total_steps: int) -> 
             return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress)))
         case _:
             assert_never(kind)
+
+
+def scale_rate(own: float, base: float, scheduled: float) -> float:
+    """A group's rate now; at the base rate it is the group's own in every bit."""
+    if own == base:
+        return scheduled
+    return own * (scheduled / base) if base else own

@@ -78,9 +78,7 @@ def compare_timelines(
     peaks_predicted, peaks_measured = predicted.peak_bytes, measured.peak_bytes
     return Comparison(
         same_tasks=same_tasks,
-        step=Difference(
-            name="step", predicted=predicted.makespan_ns, measured=measured.makespan_ns
-        ),
+        step=Difference(name="step", predicted=predicted.step_ns, measured=measured.step_ns),
         lanes=_used(
             Difference(
                 name=lane, predicted=predicted.busy_ns(lane), measured=measured.busy_ns(lane)

@@ -27,8 +27,13 @@ class DrawnTimeline:
         return self.timeline.makespan_ns
 
     @property
+    def step_ns(self) -> int:
+        """From the end of the step before to its own."""
+        return self.timeline.step_ns
+
+    @property
     def bubble(self) -> float:
-        """Share of the makespan in which the compute lane is idle, between 0 and 1."""
+        """Share of the step in which the compute lane is idle, between 0 and 1."""
         return self.timeline.bubble
 
     @property

@@ -92,8 +92,8 @@ def draw_timeline(
 
 
 def _draw_head(timeline: Timeline, title: str) -> list[str]:
-    facts = [f"{len(timeline.spans)} tasks", f"step {format_ns(timeline.makespan_ns)}"]
-    if timeline.makespan_ns:
+    facts = [f"{len(timeline.spans)} tasks", f"step {format_ns(timeline.step_ns)}"]
+    if timeline.step_ns:
         facts.append(f"compute idle {format_percent(timeline.bubble)}")
     title = title or f"Rank {timeline.rank}, {timeline.source}"
     return [

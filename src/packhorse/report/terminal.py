@@ -159,5 +159,5 @@ def _legend(timeline: Timeline, width: int) -> Iterator[Text]:
             line = Text()
         line = line + Text.assemble("   " if line else "", (_LETTERS.get(kind, "?"), style), words)
     yield line
-    idle = f", compute idle {format_percent(timeline.bubble)}" if timeline.makespan_ns else ""
-    yield Text(f"step {format_ns(timeline.makespan_ns)}{idle}")
+    idle = f", compute idle {format_percent(timeline.bubble)}" if timeline.step_ns else ""
+    yield Text(f"step {format_ns(timeline.step_ns)}{idle}")

@@ -12,7 +12,7 @@ longer here than it should makes the emulation late, and is told by `overrun_ns`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from packhorse.program.program import Program, ProgramKind
@@ -51,7 +51,7 @@ class PacedLanes:
         self._now_ns = now_ns
         self._sleep = sleep
         self._known: dict[ProgramKind, Sequence[int]] = {}
-        self._durations: Sequence[int] = ()
+        self._durations: Mapping[int, int] = {}
         # Each lane's own: only its thread touches them.
         self._carried_ns: dict[Lane, int] = {}
         self._overrun_ns: dict[Lane, int] = {}
@@ -61,15 +61,25 @@ class PacedLanes:
         """By how much tasks have taken longer than they should, all of them together."""
         return sum(self._overrun_ns.values())
 
-    def begin(self, program: Program) -> None:
-        """Take the pace of the program that runs next; no task is on its way."""
+    def begin(self, program: Program, first: int = 0) -> None:
+        """Take the pace of the program that is issued next.
+
+        Args:
+            first: number of its first task.
+        """
         if program.kind not in self._known:
             self._known[program.kind] = self._pace(program)
-        self._durations = self._known[program.kind]
+        self._durations = dict(enumerate(self._known[program.kind], first))
 
     def submit(self, index: int, lane: Lane, work: Work, done: Done, after: Sequence[int]) -> None:
-        """Queue the work of a task, and its wait behind it; see `Lanes`."""
-        duration_ns = self._durations[index]
+        """Queue the work of a task, and its wait behind it; see `Lanes`.
+
+        What is no task of the program takes as long as it takes.
+        """
+        duration_ns = self._durations.get(index)
+        if duration_ns is None:
+            self._lanes.submit(index, lane, work, done, after)
+            return
 
         def work_and_wait() -> None:
             begin_ns = self._now_ns()

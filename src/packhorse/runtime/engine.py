@@ -1,35 +1,40 @@
 """One rank's training engine: a traced model, its proved programs, and the memory they run in.
 
 In: `Traced`, programs with proofs, an optimizer. Out: loaded states, training steps, evaluations
-and states handed out again, each by running the program made for it.
+and states handed out again, each by running the program made for it. Training steps run into each
+other: a step gives its values back while its last writes are on their way, and the next one is
+issued behind them. Whatever else is asked for comes after all of them are complete.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from packhorse.errors import InputError, MismatchError, NonFiniteError
+from packhorse.errors import InputError, MismatchError
 from packhorse.graph.trace import Traced
 from packhorse.model.spec import ParameterName
 from packhorse.optim.groups import hyperparameters
 from packhorse.optim.norm import clip_coefficient
 from packhorse.optim.optimizers import Optimizer
+from packhorse.optim.schedules import scale_rate
 from packhorse.optim.update import update_shard
 from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, value_id
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
 from packhorse.runtime.disk import DiskTier, Keeping
 from packhorse.runtime.emulation import Pace, PacedLanes
-from packhorse.runtime.executor import Executor, Outcome, StepWork, prepare_program
+from packhorse.runtime.executor import Executor
 from packhorse.runtime.hardware import make_lanes, make_tiers
 from packhorse.runtime.keeper import StepKeeper
 from packhorse.runtime.kept_heap import find_kept_bytes
@@ -39,6 +44,9 @@ from packhorse.runtime.memory.heap import open_holes, seal_holes, set_heap_mode,
 from packhorse.runtime.memory.spare import find_limits
 from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.payloads import Payloads
+from packhorse.runtime.running import NO_WORK, Running, StepWork, prepare_program
+from packhorse.runtime.spoilt import SpoiltError, spoilt_gradient, spoilt_loss
+from packhorse.runtime.step_result import StepResult
 from packhorse.runtime.tiers import ChunkTiers
 from packhorse.storage.kept_state import KeptState
 from packhorse.storage.scratch_space import Scratch
@@ -58,36 +66,7 @@ class ParameterPiece:
     tensor: Tensor
 
 
-_FIX_NON_FINITE: Final = (
-    "lower learning_rate, lengthen warmup_steps, set max_grad_norm: 1.0, or look at the rows of"
-    " this batch;\nthe last checkpoint is from before"
-)
 StateTransfer = Callable[[str, ParameterPiece], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What a step gives back.
-
-    `loss` is the float32 sum of `losses` in micro-batch order; `grad_norm` is the global norm
-    before clipping.
-    """
-
-    loss: float
-    losses: tuple[float, ...]
-    grad_norm: float | None
-    timeline: Timeline
-    disk_read_bytes: int
-    disk_written_bytes: int
-
-
-class _SpoiltError(Exception):
-    # A loss or the norm is not finite; `parameters` have gradients that are not.
-    def __init__(self, buffer: BufferId, value: float, parameters: tuple[str, ...]) -> None:
-        self.buffer = buffer
-        self.value = value
-        self.parameters = parameters
-        super().__init__(f"{buffer} is {value}")
 
 
 class Engine:
@@ -146,6 +125,10 @@ class Engine:
         self._sealed = seal_holes() if heap == "map" else ()
         self._settled = False
         self._failed = ""
+        # When the last step had its values, while something of it is on its way.
+        self._values_ns: int | None = None
+        # Steps that are not complete, and who wants to hear of it.
+        self._unseen: list[tuple[Running, Callable[[Timeline], None]]] = []
         self._traced = traced
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm
@@ -195,6 +178,7 @@ class Engine:
             self._chunks,
             kinds=programs.keys(),
             run=self._transfer,
+            executor=self._executor,
             adopt=lambda: self._executor.adopt(programs["load"]),
         )
 
@@ -207,7 +191,11 @@ class Engine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            if kind is None and not self._failed:
+                self.settle()
+        finally:
+            self.close()
 
     @property
     def layout(self) -> Layout:
@@ -230,13 +218,13 @@ class Engine:
         return self._disk.path
 
     def load(self, source: StateTransfer) -> None:
-        """Fill every state, one chunk at a time.
+        """Fill every state, one chunk at a time; blocks until all are filled.
 
         Args:
             source: called as source(state, piece) for `param`, `master` and optimizer states; it
                 fills `piece.tensor`, which holds zeros.
         """
-        self._run("load", fill=partial(self._fill, source))
+        self._transfer("load", partial(self._fill, source))
 
     def restore(self, source: StateTransfer) -> None:
         """Fill every state from the reopened scratch file; frozen ones in memory from `source`."""
@@ -250,47 +238,84 @@ class Engine:
             for piece in self._pieces(state, _chunk_of(buffer)):
                 sink(state, piece)
 
-        self._run("save", drain=drain)
+        self._transfer("save", drain)
 
     def train_step(
-        self, feeds: Sequence[Mapping[str, Tensor]], *, step: int, learning_rate: float
+        self,
+        feeds: Sequence[Mapping[str, Tensor]],
+        *,
+        step: int,
+        learning_rate: float,
+        completed: Callable[[Timeline], None] = lambda _: None,
     ) -> StepResult:
         """Run one optimizer step over the micro-batches of a global batch.
+
+        Blocks until the step's values are there and all that was issued before it is complete; of
+        its own tasks some may still be on their way. The feeds are used up then.
 
         Args:
             feeds: per micro-batch the step inputs by name.
             step: number of this optimizer step; the first is 1.
             learning_rate: from the schedule; a group's own rate keeps its ratio to the base.
+            completed: called once the step is complete, in this call, a later one or `settle`.
 
         Raises:
             NonFiniteError: a loss, or the gradient norm, is NaN or infinite. With clipping no
                 state has been changed; without, updates run before the norm is known. The engine
                 can only be closed.
+            StorageError: the disk is full or fails; names the step whose task failed, which may be
+                the one before.
         """
 
         def update(chunk: ChunkId, tensors: Mapping[str, Tensor], norm: Tensor | None) -> None:
             self._update(chunk, tensors, norm, step, learning_rate)
 
         self._settled = True  # its heap is as large
-        return self._step("train_step", feeds, step=step, update=update)
+        run, result = self._step("train_step", feeds, step=step, update=update)
+        self._values_ns = None if self._executor.is_idle else time.perf_counter_ns()
+        self._unseen.append((run, completed))
+        self._tell_completed()
+        return result
+
+    def settle(self) -> None:
+        """Block until everything that was asked for is complete.
+
+        Raises:
+            StorageError: the disk is full or fails; names the step whose task failed.
+        """
+        self._check_going()
+        with self._failing():
+            self._executor.wait_for(self._executor.next_number)
+        self._values_ns = None
+        self._tell_completed()
 
     def evaluate(self, feeds: Sequence[Mapping[str, Tensor]]) -> StepResult:
-        """Run the forward of every micro-batch, without dropout.
+        """Run the forward of every micro-batch, without dropout, once all steps are complete.
 
         The first one lets a kept heap take its pages, so that many batches peak where few do.
         """
+        self.settle()
         if self._heap == "keep" and not self._settled:
             prepared = self._prepared["evaluate"]
             kept_bytes = find_kept_bytes(prepared.program, prepared.proof)
             self._sealed += settle_heap(*kept_bytes)
         self._settled = True
-        return self._step("evaluate", feeds, step=None, update=_no_update)
+        run, result = self._step("evaluate", feeds, step=None, update=NO_WORK.update)
+        self._complete(run)
+        return result
+
+    def quiesce(self) -> None:
+        """Let what runs now end and drop the rest; the engine can only be closed."""
+        self._failed = self._failed or "it was given up"
+        self._executor.quiesce()
 
     def close(self) -> None:
         """Give all memory back, and the scratch file, but for one that keeps a step.
 
-        A lane that does not come back keeps its memory and the file: it may still write.
+        What is still on its way is dropped: call `settle` before where it counts. A lane that
+        does not come back keeps its memory and the file: it may still write.
         """
+        self._failed = self._failed or "it was closed"
         open_holes(self._sealed)
         self._sealed = ()
         try:
@@ -308,7 +333,8 @@ class Engine:
         *,
         step: int | None,
         update: Callable[[ChunkId, Mapping[str, Tensor], Tensor | None], None],
-    ) -> StepResult:
+    ) -> tuple[Running, StepResult]:
+        began_ns = time.perf_counter_ns() if self._values_ns is None else self._values_ns
         expected = self._prepared[kind].program.num_microbatches
         if len(feeds) != expected:
             raise MismatchError(
@@ -323,102 +349,107 @@ class Engine:
 
         def inspect(buffer: BufferId, value: Tensor, spoilt: tuple[str, ...]) -> None:
             if step is not None and not math.isfinite(float(value)):
-                raise _SpoiltError(buffer, float(value), spoilt)
+                raise SpoiltError(buffer, float(value), spoilt)
 
         def to_device(microbatch: int) -> dict[str, Tensor]:
             return {name: x.to(self._device) for name, x in feeds[microbatch].items()}
 
-        before = self._disk.counters
+        work = replace(
+            NO_WORK,
+            name="the evaluation" if step is None else f"step {step}",
+            feeds=to_device,
+            noise=noise,
+            update=update,
+            inspect=inspect,
+        )
         try:
-            outcome = self._run(kind, feeds=to_device, inspect=inspect, noise=noise, update=update)
-        except _SpoiltError as error:
+            with self._failing():
+                run = self._issue(kind, work)
+                emitted = self._executor.await_values(run)
+                # So no more than two are ever on their way.
+                self._executor.wait_for(run.first - 1)
+        except SpoiltError as error:
             # Other lanes may be ahead; what is looked at below must not move any more.
             self._executor.quiesce()
             assert step is not None
+            model = self._traced.model
             if error.buffer == NORM:
-                found = self._bad_gradient(error.value, step, error.parameters)
+                found = spoilt_gradient(model, error.value, step=step, parameters=error.parameters)
             else:
                 microbatch = int(error.buffer.rpartition("@")[2])
-                found = self._bad_loss(error.value, step, microbatch, to_device(microbatch))
+                block = self._executor.find_non_finite(
+                    len(model.blocks),
+                    to_device(microbatch),
+                    NoiseKey(seed=self._seed, step=step, microbatch=microbatch),
+                    microbatch,
+                )
+                found = spoilt_loss(
+                    model, error.value, step=step, microbatch=microbatch, block=block
+                )
             self._failed = found.what
             raise found from None
-        moved = self._disk.counters.since(before)
-        losses = [outcome.emitted[value_id(self._traced.model.loss, m)] for m in range(len(feeds))]
+        losses = [emitted[value_id(self._traced.model.loss, m)] for m in range(len(feeds))]
         total = losses[0]
         for loss in losses[1:]:
             total = total + loss
-        norm = outcome.emitted.get(NORM)
-        return StepResult(
+        norm = emitted.get(NORM)
+        return run, StepResult(
             loss=float(total),
             losses=tuple(float(loss) for loss in losses),
             grad_norm=None if norm is None else float(norm),
-            timeline=outcome.timeline,
-            disk_read_bytes=moved.read_bytes,
-            disk_written_bytes=moved.written_bytes,
+            began_ns=began_ns,
+            peak_bytes=run.peak_bytes,
+            disk_read_bytes=self._prepared[kind].disk_read_bytes,
+            disk_written_bytes=self._prepared[kind].disk_written_bytes,
+            complete=partial(self._complete, run),
         )
 
-    def _run(
-        self,
-        kind: ProgramKind,
-        *,
-        feeds: Callable[[int], Mapping[str, Tensor]] = lambda _: {},
-        noise: Callable[[int], NoiseKey | None] = lambda _: None,
-        update: Callable[[ChunkId, Mapping[str, Tensor], Tensor | None], None] | None = None,
-        fill: Callable[[BufferId], None] | None = None,
-        drain: Callable[[BufferId], None] | None = None,
-        inspect: Callable[[BufferId, Tensor, tuple[str, ...]], None] | None = None,
-    ) -> Outcome:
-        work = StepWork(
-            feeds=feeds,
-            noise=noise,
-            update=update or _no_update,
-            fill=fill or _no_transfer,
-            drain=drain or _no_transfer,
-            inspect=inspect or _accept,
-        )
+    def _issue(self, kind: ProgramKind, work: StepWork) -> Running:
+        self._check_going()
+        if self._paced is not None:
+            self._paced.begin(self._prepared[kind].program, self._executor.next_number)
+        return self._executor.issue(self._prepared[kind], work)
+
+    def _check_going(self) -> None:
         if self._failed:
             raise InputError(
-                f"this run ended with an error: {self._failed}",
-                fix="close it and begin again, or resume from a checkpoint",
+                f"this run has ended: {self._failed}",
+                fix="begin again, or resume from a checkpoint",
             )
-        if self._paced is not None:
-            self._paced.begin(self._prepared[kind].program)
+
+    @contextmanager
+    def _failing(self) -> Generator[None]:
+        """Remember what went wrong inside: nothing can be run after it."""
         try:
-            return self._executor.run(self._prepared[kind], work)
+            yield
         except BaseException as error:
-            self._failed = str(error).partition("\n")[0] or type(error).__name__
+            self._failed = self._failed or str(error).partition("\n")[0] or type(error).__name__
             raise
 
-    def _bad_loss(
-        self, loss: float, step: int, microbatch: int, feed: Mapping[str, Tensor]
-    ) -> NonFiniteError:
-        key = NoiseKey(seed=self._seed, step=step, microbatch=microbatch)
-        blocks = self._traced.model.blocks
-        found = self._executor.find_non_finite(len(blocks), feed, key, microbatch)
-        place = "no block by itself" if found is None else f"block {blocks[found].name}"
-        return NonFiniteError(
-            f"the loss became {loss} in step {step}",
-            where=f"step {step}, micro-batch {microbatch}, first in {place}",
-            fix=_FIX_NON_FINITE,
-        )
+    def _complete(self, run: Running) -> Timeline:
+        if not run.is_over:
+            self._check_going()
+            with self._failing():
+                self._executor.complete(run)
+            self._tell_completed()
+        return run.timeline()
 
-    def _bad_gradient(self, norm: float, step: int, spoilt: tuple[str, ...]) -> NonFiniteError:
-        model = self._traced.model
-        last = max(
-            (block for name in spoilt for block in model.parameters[ParameterName(name)].blocks),
-            default=None,
-        )
-        place = "no single parameter" if last is None else f"block {model.blocks[last].name}"
-        return NonFiniteError(
-            f"the gradient norm became {norm} in step {step}",
-            where=f"step {step}, all micro-batches, first in {place}"
-            + (f"\nparameters: {', '.join(spoilt[:3])}" if spoilt else "")
-            + (f" and {len(spoilt) - 3} more" if len(spoilt) > 3 else ""),
-            fix=_FIX_NON_FINITE,
-        )
+    def _tell_completed(self) -> None:
+        while self._unseen and self._unseen[0][0].is_over:
+            run, completed = self._unseen.pop(0)
+            completed(run.timeline())
 
     def _transfer(self, kind: ProgramKind, work: Callable[[BufferId], None]) -> None:
-        self._run(kind, fill=work, drain=work)
+        """Run a program that fills states or hands them out.
+
+        Steps that are kept are written behind: nobody waits for that program.
+        """
+        if kind != "persist":
+            self.settle()
+        with self._failing():
+            run = self._issue(kind, replace(NO_WORK, name=kind, fill=work, drain=work))
+            if kind != "persist":
+                self._executor.complete(run)
 
     def _fill(self, source: StateTransfer, buffer: BufferId) -> None:
         state, chunk = buffer.partition("/")[0], self._chunks[_chunk_of(buffer)]
@@ -455,7 +486,7 @@ class Engine:
         update_shard(
             group,
             step=step,
-            learning_rate=_rate_of(group.lr, self._optimizer.lr, learning_rate),
+            learning_rate=scale_rate(group.lr, self._optimizer.lr, learning_rate),
             param=tensors["param"] if master is None else master,
             grad=tensors["grad"],
             states={name: tensors[name] for name in self._optimizer.state_names},
@@ -465,25 +496,5 @@ class Engine:
         )
 
 
-def _rate_of(own: float, base: float, scheduled: float) -> float:
-    """A group's rate now; at the base rate it is the group's own in every bit."""
-    if own == base:
-        return scheduled
-    return own * (scheduled / base) if base else own
-
-
 def _chunk_of(buffer: BufferId) -> ChunkId:
     return ChunkId(int(buffer.rpartition("/")[2]))
-
-
-def _no_update(chunk: ChunkId, _tensors: Mapping[str, Tensor], _norm: Tensor | None) -> None:
-    raise AssertionError(f"chunk {chunk} is updated outside a training step")
-
-
-def _accept(buffer: BufferId, value: Tensor, spoilt: tuple[str, ...]) -> None:
-    """Take whatever is emitted."""
-    del buffer, value, spoilt
-
-
-def _no_transfer(buffer: BufferId) -> None:
-    raise AssertionError(f"{buffer} is filled or handed out outside a load or save")

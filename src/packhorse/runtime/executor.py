@@ -1,7 +1,7 @@
-"""Issue a program's tasks in order under the memory contract.
+"""Issue the tasks of programs in order under the memory contract.
 
-In: a program and its proof, the tensors and tiers behind its buffers. Out: every task done, what
-it emits, and a measured timeline.
+In: programs and their proofs, the tensors and tiers behind their buffers. Out: every task done,
+what it emits, and a measured timeline.
 
     for each task, in program order, from one thread:
         reserve what it creates, and its workspace; wait for releases while that does not fit
@@ -9,10 +9,12 @@ it emits, and a measured timeline.
         when the work is done: record the span, release workspace and what it freed
 
 The verifier has shown that each task fits once all earlier ones have completed, so waiting always
-ends. What a task creates gets its place on the task's own lane, in its turn: an earlier Free of
-the same buffer may still be waiting when the task is issued. In audit mode absent buffers are
-poisoned, every payload is measured against its declared size, and after each task the ledger, as
-it would be if tasks completed when they are issued, is compared with the proof.
+ends. A program ends in the state in which it began, so that holds for programs in a row too: one is
+issued behind the other, and nobody waits between them but for values or for an end. What a task
+creates gets its place on the task's own lane, in its turn: an earlier Free of the same buffer may
+still be waiting when the task is issued. In audit mode absent buffers are poisoned, every payload
+is measured against its declared size, and after each task the ledger, as it would be if tasks
+completed when they are issued, is compared with the proof.
 """
 
 from __future__ import annotations
@@ -20,15 +22,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import assert_never
 
 import torch
 from torch import Tensor
 
-from packhorse.errors import AuditError, StuckError
+from packhorse.errors import AuditError, RunFailedError, StuckError
 from packhorse.optim.norm import combine_norm, count_segments, segment_squares
-from packhorse.program.audit import check_against_proof, check_same_tasks
+from packhorse.program.audit import check_against_proof
 from packhorse.program.buffers import (
     NORM,
     BufferId,
@@ -38,8 +39,7 @@ from packhorse.program.buffers import (
     state_id,
     value_id,
 )
-from packhorse.program.lanes import assign_lanes
-from packhorse.program.program import Program, Proof
+from packhorse.program.program import Program
 from packhorse.program.tasks import (
     Backward,
     Copy,
@@ -60,79 +60,21 @@ from packhorse.program.tasks import (
 )
 from packhorse.program.text import format_task
 from packhorse.runtime.bodies import BodyRunner, Payload
-from packhorse.runtime.dependencies import Place, find_dependencies
+from packhorse.runtime.dependencies import History, Place
 from packhorse.runtime.lanes import Lanes, LanesStuckError
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.ledger import Ledger
 from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.payloads import Payloads
+from packhorse.runtime.running import Prepared, Running, StepWork
 from packhorse.runtime.tiers import ChunkTiers
-from packhorse.timeline.names import kind_of, name_of
-from packhorse.timeline.spec import MemoryPoint, Span, Timeline
-
-ChunkWork = Callable[[BufferId], None]
-UpdateWork = Callable[[ChunkId, Mapping[str, Tensor], Tensor | None], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
-    """What a step brings from outside.
-
-    `feeds` gives each micro-batch's inputs by value name; `noise` its key, None without dropout;
-    `update` applies the optimizer to a chunk's states (with the norm, when clipping);
-    `fill` and `drain` serve Import and Export. `inspect` sees what is emitted before the next task
-    is issued, so that it can end the run while the states are still good; for the norm it also
-    gets the parameters whose gradient is not finite.
-    """
-
-    feeds: Callable[[int], Mapping[str, Tensor]]
-    noise: Callable[[int], NoiseKey | None]
-    update: UpdateWork
-    fill: ChunkWork
-    drain: ChunkWork
-    inspect: Callable[[BufferId, Tensor, tuple[str, ...]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A program made ready to run many times."""
-
-    program: Program
-    proof: Proof
-    dependencies: tuple[tuple[int, ...], ...]
-    lanes: tuple[Lane, ...]
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a program run emitted, and when its tasks ran."""
-
-    emitted: Mapping[BufferId, Tensor]
-    timeline: Timeline
-
-
-def prepare_program(program: Program, proof: Proof) -> Prepared:
-    """Find dependencies and names once.
-
-    Raises:
-        AuditError: the proof is of another program.
-    """
-    check_same_tasks(proof, program)
-    return Prepared(
-        program=program,
-        proof=proof,
-        dependencies=find_dependencies(program.tasks),
-        lanes=assign_lanes(program.tasks),
-        names=tuple(name_of(task) for task in program.tasks),
-    )
 
 
 class Executor:
     """Holds the buffers of one rank and runs programs over them.
 
-    Between programs exactly the states with a home are present, where their home is. `watch` is
-    called between tasks, and ends the run when it raises.
+    Between programs exactly the states with a home are present, where their home is, once all that
+    was issued is complete. `watch` is called between tasks, and ends the run when it raises.
     """
 
     def __init__(
@@ -163,11 +105,27 @@ class Executor:
         self._issued: set[Place] = set()
         # The ledger as if each task completed when it is issued: what the verifier's replay saw.
         self._replay = Ledger(program.pools)
+        self._history = History()
+        # What was issued and has not completed, by ascending numbers, with what it is.
+        self._pending: dict[int, Callable[[], str]] = {}
+        self._next = 0
+        self._running: list[Running] = []
+        self._last_end_ns = 0
 
     @property
     def used_bytes(self) -> Mapping[PoolId, int]:
         """The ledger."""
         return self._ledger.used_bytes
+
+    @property
+    def next_number(self) -> int:
+        """Number of the task that is issued next; they count on from program to program."""
+        return self._next
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was issued is complete."""
+        return not self._pending
 
     def quiesce(self) -> None:
         """Let what runs on the lanes end and drop the rest; nothing can be run any more."""
@@ -183,65 +141,107 @@ class Executor:
                 self._replay.reserve(pool, buffer.size_bytes)
                 self._tiers.create(buffer.id, "disk", pool)
 
-    def run(self, prepared: Prepared, work: StepWork, *, rank: int = 0) -> Outcome:
-        """Run every task of a program; blocks until all have completed."""
-        program = prepared.program
-        spans: list[Span] = []
-        curves: dict[PoolId, list[MemoryPoint]] = {pool.id: [] for pool in program.pools}
-        emitted: dict[BufferId, Tensor] = {}
-        begin = time.perf_counter_ns()
+    def issue(self, prepared: Prepared, work: StepWork) -> Running:
+        """Issue every task of a program behind all that was issued before.
 
-        def note(at_ns: int) -> None:
-            for pool, points in curves.items():
-                used = self._ledger.used_bytes[pool]
-                if not points or points[-1].used_bytes != used:
-                    points.append(MemoryPoint(at_ns=at_ns, used_bytes=used))
+        Blocks while a reservation does not fit; the last tasks are still on their way afterwards.
+        """
+        program, dependencies = prepared.program, prepared.dependencies
+        run = Running(prepared, work, first=self._next)
+        self._next += len(program.tasks)
+        self._running.append(run)
+        is_alone = self.is_idle
+        for index, task in enumerate(program.tasks):
+            self._watch()
+            created = self._reserve(task, program)
+            self._note()
+            after = [run.first + other for other in dependencies.inner[index]]
+            if not is_alone and index in dependencies.entering:
+                after.extend(self._history.before(dependencies.entering[index]))
+            self._submit(run, index, created, after)
+            self._release(self._replay, task, program)
+            if self._audit:
+                self._check(prepared, index)
+        self._history.add(dependencies, run.first, self._pending.keys())
+        self._end_complete()
+        return run
 
-        def submit(index: int, task: Task, created: Sequence[Place]) -> None:
-            def do() -> None:
-                with torch.no_grad():
-                    self._create(created, program)
-                    self._perform(task, program, work, emitted)
+    def await_values(self, run: Running) -> Mapping[BufferId, Tensor]:
+        """Block until all that a program emits is there."""
+        while not run.has_values:
+            self._watch()
+            self._wait()
+        return run.emitted
 
-            def done(start_ns: int, end_ns: int) -> None:
-                span = Span(
-                    index=index,
-                    name=prepared.names[index],
-                    kind=kind_of(task),
-                    lane=prepared.lanes[index],
-                    start_ns=start_ns - begin,
-                    end_ns=end_ns - begin,
-                )
-                spans.append(span)
-                self._release(self._ledger, task, program)
-                note(time.perf_counter_ns() - begin)
+    def complete(self, run: Running) -> None:
+        """Block until a program, and all before it, are complete."""
+        while not run.is_over:
+            self._wait()
 
-            self._lanes.submit(index, prepared.lanes[index], do, done, prepared.dependencies[index])
+    def wait_for(self, number: int) -> None:
+        """Block until all up to a number are complete."""
+        # Numbers ascend, so the first one is the least.
+        while self._pending and next(iter(self._pending)) <= number:
+            self._watch()
+            self._wait()
 
+    def follow(self, lane: Lane, work: Callable[[], None], what: str) -> int:
+        """Run work on a lane once all that was issued before is complete; gives its number.
+
+        What is issued later for this lane comes after it. Nothing is reserved for it.
+        """
+        number = self._next
+        self._next += 1
+        after = tuple(self._pending)
+        self._pending[number] = lambda: what
+
+        def done(start_ns: int, end_ns: int) -> None:
+            del start_ns, end_ns
+            del self._pending[number]
+
+        self._lanes.submit(number, lane, _naming(work, lambda: what), done, after)
+        return number
+
+    def _submit(
+        self, run: Running, index: int, created: Sequence[Place], after: Sequence[int]
+    ) -> None:
+        program, task = run.prepared.program, run.prepared.program.tasks[index]
+        number = run.first + index
+
+        def describe() -> str:
+            return f"task {index} of {run.work.name}: {format_task(task)}"
+
+        def do() -> None:
+            with torch.no_grad():
+                self._create(created, program)
+                self._perform(task, program, run.work, run.emitted)
+
+        def done(start_ns: int, end_ns: int) -> None:
+            del self._pending[number]
+            run.book(index, start_ns, end_ns)
+            self._release(self._ledger, task, program)
+            self._note()
+            self._end_complete()
+
+        self._pending[number] = describe
+        self._lanes.submit(number, run.prepared.lanes[index], _naming(do, describe), done, after)
+
+    def _end_complete(self) -> None:
+        """End the programs that are complete, in their order."""
+        while self._running and self._running[0].is_complete:
+            self._last_end_ns = self._running.pop(0).end(self._last_end_ns)
+
+    def _wait(self) -> None:
+        """Block until one more task has completed."""
         try:
-            for index, task in enumerate(program.tasks):
-                self._watch()
-                created = self._reserve(task, program)
-                note(time.perf_counter_ns() - begin)
-                submit(index, task, created)
-                self._release(self._replay, task, program)
-                if self._audit:
-                    self._check(prepared, index)
-            while self._lanes.wait_any():
-                self._watch()
-            self._lanes.wait_all()
+            self._lanes.wait_any()
         except LanesStuckError as error:
-            raise self._stuck(error, program) from error
-        spans.sort(key=lambda span: span.index)
-        return Outcome(
-            emitted=emitted,
-            timeline=Timeline(
-                source="measured",
-                rank=rank,
-                spans=tuple(spans),
-                memory={pool: tuple(points) for pool, points in curves.items()},
-            ),
-        )
+            raise self._stuck(error) from error
+
+    def _note(self) -> None:
+        at_ns = time.perf_counter_ns()
+        for run in self._running:
+            run.note(at_ns, self._ledger.used_bytes)
 
     def _check(self, prepared: Prepared, index: int) -> None:
         task = prepared.program.tasks[index]
@@ -275,8 +275,8 @@ class Executor:
             pool = program.workspace_pool
             wanted[pool] = wanted.get(pool, 0) + workspace
         for pool, size in wanted.items():
-            while not self._ledger.fits(pool, size) and self._lanes.wait_any():
-                pass
+            while self._pending and not self._ledger.fits(pool, size):
+                self._wait()
             self._ledger.reserve(pool, size)
             self._replay.reserve(pool, size)
             self._tiers.shed(pool, self._ledger.used_bytes[pool])
@@ -298,10 +298,10 @@ class Executor:
             buffer = program.buffers[task.buffer]
             ledger.release(buffer.pools[task.tier], buffer.size_bytes)
 
-    def _stuck(self, error: LanesStuckError, program: Program) -> StuckError:
+    def _stuck(self, error: LanesStuckError) -> StuckError:
         places = [
-            f"lane {lane} is in task {index}: {format_task(program.tasks[index])}"
-            for lane, index in sorted(error.running.items())
+            f"lane {lane} is in {self._pending[number]()}"
+            for lane, number in sorted(error.running.items())
         ]
         return StuckError(
             f"the run is stuck: {error.what}",
@@ -459,3 +459,16 @@ class Executor:
             self._tiers.remove(program.buffers[task.buffer], task.tier)
         else:
             self._payloads.free(task.buffer, task.tier)
+
+
+def _naming(work: Callable[[], None], describe: Callable[[], str]) -> Callable[[], None]:
+    """Work whose errors say what failed: later steps may be under way when they are told."""
+
+    def do() -> None:
+        try:
+            work()
+        except RunFailedError as error:
+            error.where = "\n".join(filter(None, (error.where, describe())))
+            raise
+
+    return do

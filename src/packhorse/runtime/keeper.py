@@ -2,6 +2,11 @@
 
 In: a disk tier with slots, the memory of chunks, a way to run programs. Out: kept steps, and all
 states back in their homes from a kept one, those on the disk without a byte moved.
+
+Nobody waits for a step that is kept. What lies in memory is written by a program that is issued
+behind the step. The commit takes its turn on the lane that writes to the disk: it begins when all
+of the step is complete, and what later steps write comes after it. So a record never speaks of a
+step whose last writes are on their way, and no write of a later step is among its slots.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from packhorse.program.buffers import BufferId, Chunk, ChunkId
 from packhorse.program.program import ProgramKind
 from packhorse.runtime.disk import DiskTier
+from packhorse.runtime.executor import Executor
 from packhorse.runtime.memory.chunks import ChunkMemory
 from packhorse.storage.record import Json
 
@@ -22,7 +28,9 @@ class StepKeeper:
 
     Args:
         kinds: programs that there are: `persist` and `restore` where a state lies in memory.
-        run: runs a program by its kind, with the work of its Imports or Exports.
+        run: runs a program by its kind, with the work of its Imports or Exports; it does not wait
+            for `persist`.
+        executor: what the commits follow.
         adopt: takes over the states that lie on the disk already.
     """
 
@@ -34,6 +42,7 @@ class StepKeeper:
         *,
         kinds: Collection[ProgramKind],
         run: Callable[[ProgramKind, ChunkWork], None],
+        executor: Executor,
         adopt: Callable[[], None],
     ) -> None:
         self._disk = disk
@@ -41,6 +50,11 @@ class StepKeeper:
         self._chunks = chunks
         self._kinds = kinds
         self._run = run
+        self._executor = executor
+        # By step, the number of its commit among the tasks of the executor; the last ones.
+        self._commits: dict[int, int] = {}
+        # Set by the lane on which commits are.
+        self._begun: int | None = None
         self._adopt = adopt
 
     @property
@@ -61,21 +75,46 @@ class StepKeeper:
     def keep(self, step: int, state: Json) -> None:
         """Begin to keep the state after `step`; it is on the disk before a state is written anew.
 
-        Blocks while states in memory are written, and while an earlier step is still on its way.
+        All of the step was issued; its last tasks may still be on their way.
 
         Raises:
             StorageError: the disk is full or fails; the step that was kept before still stands.
         """
         if "persist" in self._kinds:
+            # Its writes are not on the lane of the commits: the last one must have begun.
+            self.await_commit(max(self._commits, default=0))
             self._run("persist", self._write)
-        self._disk.commit(step, state)
 
-    def settle(self) -> None:
-        """Block until the last kept step is on the disk.
+        def commit() -> None:
+            self._disk.commit(step, state)
+            self._begun = step
+
+        self._commits = {at: n for at, n in self._commits.items() if at == self._begun}
+        self._commits[step] = self._executor.follow(
+            "disk_write", commit, f"the commit of step {step}"
+        )
+
+    def has_kept(self, step: int) -> bool:
+        """Whether `step` is kept, or will be without anything more to be done."""
+        return step in self._commits or step == self.newest_step
+
+    @property
+    def newest_step(self) -> int | None:
+        """The newest step that was complete and whose commit has begun."""
+        return self.kept_step if self._begun is None else self._begun
+
+    def await_commit(self, step: int) -> None:
+        """Block until the commit of a step has begun, which is when the step is complete."""
+        if step in self._commits:
+            self._executor.wait_for(self._commits[step])
+
+    def settle(self, step: int) -> None:
+        """Block until a kept step is on the disk; later steps need not be complete.
 
         Raises:
             StorageError: the disk fails.
         """
+        self.await_commit(step)
         self._disk.settle()
 
     def restore(self, fill: ChunkWork) -> None:

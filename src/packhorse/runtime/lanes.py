@@ -40,11 +40,14 @@ class Lanes(Protocol):
     """Runs work on lanes.
 
     Only the executor's thread calls these; work runs on its lane and may end in any order between
-    lanes. Both waits raise what a task raised. After an error nothing more runs.
+    lanes. Tasks go by numbers; no two that have not completed have the same. Both waits raise what
+    a task raised. After an error nothing more runs.
     """
 
     def submit(self, index: int, lane: Lane, work: Work, done: Done, after: Sequence[int]) -> None:
         """Queue the work of task `index` behind the tasks `after` and its lane's earlier work.
+
+        Tasks of `after` that are not under way count as complete.
 
         `done` is called on the executor's thread, by `submit` or a wait, once the work, the
         device's part included, is complete.
@@ -56,7 +59,7 @@ class Lanes(Protocol):
         ...
 
     def wait_all(self) -> None:
-        """Block until all submitted tasks have completed; task numbers may then start anew."""
+        """Block until all submitted tasks have completed."""
         ...
 
     def close(self) -> None:
@@ -124,7 +127,8 @@ class ThreadLanes:
         self._queues: dict[Lane, deque[_Job]] = {}
         self._threads: dict[Lane, threading.Thread] = {}
         self._running: dict[Lane, int] = {}
-        self._complete: set[int] = set()
+        # Whose work has not ended, and how many of all that are not booked yet.
+        self._unfinished: set[int] = set()
         self._ended: deque[tuple[_Job, int, int]] = deque()
         self._num_pending = 0
         self._error: BaseException | None = None
@@ -135,7 +139,8 @@ class ThreadLanes:
         self._book()
         with self._lock:
             self._raise_error()
-            waits = tuple(task for task in after if task not in self._complete)
+            waits = tuple(task for task in after if task in self._unfinished)
+            self._unfinished.add(index)
             self._num_pending += 1
             self._queue(lane).append(_Job(index=index, work=work, done=done, after=waits))
             self._wake_ready()
@@ -154,8 +159,6 @@ class ThreadLanes:
         """Block until all submitted tasks have completed."""
         while self.wait_any():
             pass
-        with self._lock:
-            self._complete.clear()
 
     def close(self) -> None:
         """Let what runs now end, drop the rest, and end the threads.
@@ -236,7 +239,7 @@ class ThreadLanes:
                 raise
             with self._lock:
                 del self._running[lane]
-                self._complete.add(job.index)
+                self._unfinished.discard(job.index)
                 self._ended.append((job, begin_ns, time.perf_counter_ns()))
                 self._finished.notify()
                 self._wake_ready()
@@ -244,7 +247,7 @@ class ThreadLanes:
     def _is_ready(self, queue: deque[_Job]) -> bool:
         if self._closing or self._error is not None:
             return True
-        return bool(queue) and all(task in self._complete for task in queue[0].after)
+        return bool(queue) and self._unfinished.isdisjoint(queue[0].after)
 
     def _wake_ready(self) -> None:
         for lane, queue in self._queues.items():
@@ -252,12 +255,19 @@ class ThreadLanes:
                 self._wakers[lane].notify()
 
     def _fail(self, error: BaseException) -> bool:
-        """Keep the first error for the executor's thread, which raises it; False for any other."""
+        """Keep the first error for the executor's thread, which raises it; others are its notes.
+
+        One cause, such as a drive that is gone, may fail several lanes.
+
+        Returns:
+            False after the end, when nobody asks for errors any more.
+        """
         with self._lock:
             if self._error is not None:
-                return False
+                self._error.add_note(f"then another lane failed: {error}")
+                return True
             self._error = error
             for waker in self._wakers.values():
                 waker.notify()
             self._finished.notify()
-            return True
+            return not self._closing

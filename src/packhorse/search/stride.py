@@ -177,7 +177,7 @@ def _simulate(plan: Plan, model: Model, profile: Profile, machine: Machine) -> i
     costs = TaskCosts(
         machine=machine, profile=profile, model=model, program=program, heap=plan.heap.value
     )
-    return max(span.end_ns for span in simulate_run(program, costs=costs).spans)
+    return simulate_run(program, costs=costs).step_ns
 
 
 def _explain(legs: UpdateLegs, best: int, step_ns: Mapping[int, int]) -> str:

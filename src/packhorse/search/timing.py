@@ -123,10 +123,10 @@ def time_limited(
 def _add_periods(tasks: Sequence[Task], times: Times, more: int) -> int:
     # The time of a step that has so many more micro-batches.
     if more <= 0:
-        return times.makespan_ns
+        return times.step_ns
     feeds = [i for i, task in enumerate(tasks) if isinstance(task, Feed)]
     period_ns = times.starts_ns[feeds[2]] - times.starts_ns[feeds[1]]
-    return times.makespan_ns + more * period_ns
+    return times.step_ns + more * period_ns
 
 
 def weights_of(tasks: Sequence[Task], num_microbatches: int) -> list[int]:

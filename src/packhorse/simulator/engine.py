@@ -16,25 +16,30 @@ frees it. A task waits only for earlier ones and every lane is first in, first o
 program order finds all times; memory that is still to be released waits in a heap by time. A
 program that passes the sequential replay always gets through: when all earlier tasks are complete,
 the ledger is the replay's.
+
+Training steps run into each other: the next one is issued as soon as the step's values are there,
+while its last writes are on their way. So a step is simulated behind another one and counted from
+the end of that one to its own: that is how long each of many steps takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Final
 
 from packhorse.machine.spec import Machine
 from packhorse.program.buffers import Pool, PoolId
 from packhorse.program.lanes import has_transfers
 from packhorse.program.program import Program
-from packhorse.program.tasks import Lane, Task
+from packhorse.program.tasks import Emit, Lane, Task
 from packhorse.simulator.costs import CostModel, TaskCosts
 from packhorse.simulator.footprints import Footprint, find_footprints
 from packhorse.simulator.ledger import Ledger
 from packhorse.simulator.sharing import PathCalendar, SharedPath, sharing_of
 from packhorse.timeline.names import LANES, kind_of, name_of
-from packhorse.timeline.spec import Span, Timeline
+from packhorse.timeline.spec import Span, Timeline, curve_from
 
 ISSUER: Final = "issuer"
 """The worker that is the issuing thread itself: nothing is issued while it works."""
@@ -48,10 +53,14 @@ OVERLAPPED: Final[Mapping[Lane, str]] = {lane: lane for lane in LANES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """When each task of a program starts and ends, and the most that each pool holds."""
+    """When each task of a program starts and ends, and the most that each pool holds.
+
+    The program is counted from `since_ns` on: where the one before it ended, or where it started.
+    """
 
     starts_ns: tuple[int, ...]
     ends_ns: tuple[int, ...]
+    since_ns: int
     peak_bytes: Mapping[PoolId, int]
 
     @property
@@ -59,17 +68,29 @@ class Times:
         """When the last task ends."""
         return max(self.ends_ns, default=0)
 
+    @property
+    def step_ns(self) -> int:
+        """How long it takes, counted so."""
+        return max(self.makespan_ns - self.since_ns, 0)
+
 
 def simulate_run(program: Program, *, costs: TaskCosts) -> Timeline:
     """Predict a program as the runtime runs it: lanes overlap where something is moved.
 
-    How reads and writes share a drive is the machine's to say: see `sharing`.
+    A training step is one of many. How reads and writes share a drive is the machine's to say: see
+    `sharing`.
 
     Raises:
         RuleError, ValueError: as `simulate_program`.
     """
     workers, shared = _lanes_of_run(program, costs.machine)
-    return simulate_program(program, costs=costs, workers=workers, shared=shared)
+    return simulate_program(
+        program,
+        costs=costs,
+        workers=workers,
+        shared=shared,
+        rounds=_rounds_of(program),
+    )
 
 
 def time_run(program: Program, *, costs: CostModel, machine: Machine) -> Times:
@@ -90,6 +111,7 @@ class Rehearsal:
 
     def __init__(self, program: Program, *, costs: CostModel, machine: Machine) -> None:
         self._workers, self._shared = _lanes_of_run(program, machine)
+        self._rounds = _rounds_of(program)
         self._footprints = find_footprints(program, costs=costs, shared=self._shared)
         self._by_task = {id(each.task): each for each in self._footprints.of_tasks}
 
@@ -103,10 +125,7 @@ class Rehearsal:
         """
         ordered = [self._by_task[id(task)] for task in tasks]
         ledger = Ledger(self._footprints, ordered, pools)
-        starts_ns, ends_ns = _run(ordered, ledger, self._workers, self._shared)
-        return Times(
-            starts_ns=tuple(starts_ns), ends_ns=tuple(ends_ns), peak_bytes=ledger.peak_bytes
-        )
+        return _run(ordered, ledger, self._workers, self._shared, self._rounds)
 
 
 def simulate_program(
@@ -115,6 +134,7 @@ def simulate_program(
     costs: CostModel,
     workers: Mapping[Lane, str] = INLINE,
     shared: Sequence[SharedPath] = (),
+    rounds: int = 1,
 ) -> Timeline:
     """Predict when each task runs and how much of each pool is in use.
 
@@ -123,6 +143,7 @@ def simulate_program(
         costs: gives each task's duration in ns.
         workers: the worker that executes each lane; lanes that share one run one after another.
         shared: lanes that share a path, such as a drive that reads and writes at one total rate.
+        rounds: how many times the program runs, each time into the next; the last one is told.
 
     Raises:
         RuleError: a task touches a buffer that is not there (`present`), or needs more than a
@@ -132,7 +153,8 @@ def simulate_program(
     footprints = find_footprints(program, costs=costs, shared=shared)
     ordered = footprints.of_tasks
     ledger = Ledger(footprints, ordered, program.pools)
-    starts_ns, ends_ns = _run(ordered, ledger, workers, shared)
+    times = _run(ordered, ledger, workers, shared, rounds)
+    zero_ns = min(times.starts_ns, default=0)
     return Timeline(
         source="simulated",
         rank=program.rank,
@@ -142,14 +164,15 @@ def simulate_program(
                 name=name_of(footprint.task),
                 kind=kind_of(footprint.task),
                 lane=footprint.lane,
-                start_ns=start_ns,
-                end_ns=end_ns,
+                start_ns=start_ns - zero_ns,
+                end_ns=end_ns - zero_ns,
             )
             for index, (footprint, start_ns, end_ns) in enumerate(
-                zip(ordered, starts_ns, ends_ns, strict=True)
+                zip(ordered, times.starts_ns, times.ends_ns, strict=True)
             )
         ),
-        memory=ledger.curves(),
+        memory={pool: curve_from(curve, zero_ns) for pool, curve in ledger.curves().items()},
+        since_ns=times.since_ns - zero_ns,
     )
 
 
@@ -161,13 +184,19 @@ def _lanes_of_run(
     return INLINE, ()
 
 
+def _rounds_of(program: Program) -> int:
+    # What a step does depends on what came before it, not on what comes: two are enough.
+    return 2 if program.kind == "train_step" and has_transfers(program.tasks) else 1
+
+
 def _run(
     ordered: Sequence[Footprint],
     ledger: Ledger,
     workers: Mapping[Lane, str],
     shared: Sequence[SharedPath],
-) -> tuple[list[int], list[int]]:
-    # Starts and ends; fills the ledger. This is the inner loop of the search.
+    rounds: int,
+) -> Times:
+    # The times of the last round; fills the ledger. This is the inner loop of the search.
     for lane in {footprint.lane for footprint in ordered}:
         if lane not in workers:
             raise ValueError(f"lane {lane} has no worker")
@@ -180,7 +209,14 @@ def _run(
     used_ns = [0] * ledger.num_places
     starts_ns: list[int] = []
     ends_ns: list[int] = []
-    for index, footprint in enumerate(ordered):
+    emits = [at for at, footprint in enumerate(ordered) if isinstance(footprint.task, Emit)]
+    since_ns = 0
+    for index, footprint in chain.from_iterable(repeat(tuple(enumerate(ordered)), rounds)):
+        if not index and ends_ns:
+            # Whoever runs steps looks at the values of one before the next.
+            issue_ns = max(issue_ns, *(ends_ns[at] for at in emits))
+            since_ns = max(ends_ns)
+            starts_ns, ends_ns = [], []
         issue_ns = ledger.reserve(index, footprint, issue_ns)
 
         worker = workers[footprint.lane]
@@ -209,4 +245,9 @@ def _run(
             issue_ns = end_ns
         starts_ns.append(start_ns)
         ends_ns.append(end_ns)
-    return starts_ns, ends_ns
+    return Times(
+        starts_ns=tuple(starts_ns),
+        ends_ns=tuple(ends_ns),
+        since_ns=max(since_ns, min(starts_ns, default=0)),
+        peak_bytes=ledger.peak_bytes,
+    )

@@ -114,7 +114,7 @@ class DriftWatch:
             self._is_warm = True
             return ()
         self._measured.append(busy_times(timeline))
-        self._steps_ns += timeline.makespan_ns
+        self._steps_ns += timeline.step_ns
         if len(self._measured) < NUM_STEPS:
             return ()
         step_ns = round(self._steps_ns / NUM_STEPS)

@@ -20,10 +20,12 @@ from packhorse.timeline.names import LANES
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
 
 KIND: Final = "packhorse/timeline"
-VERSION: Final = 1
+VERSION: Final = 2
 _SPAN_COLUMNS: Final = ("index", "name", "kind", "lane", "start_ns", "end_ns")
 _POINT_COLUMNS: Final = ("at_ns", "used_bytes")
-_KEYS: Final = ("kind", "version", "source", "rank", "span_columns", "spans", "memory_columns")
+_KEYS: Final = (
+    "kind", "version", "source", "rank", "since_ns", "span_columns", "spans", "memory_columns",
+)  # fmt: skip
 _ADVICE: Final = "write it again with `packhorse simulate` or `packhorse train`"
 
 
@@ -34,6 +36,7 @@ def format_timeline(timeline: Timeline) -> str:
         "version": VERSION,
         "source": timeline.source,
         "rank": timeline.rank,
+        "since_ns": timeline.since_ns,
         "span_columns": _SPAN_COLUMNS,
     }
     spans = [
@@ -106,6 +109,12 @@ def parse_timeline(text: str, *, where: str = "timeline") -> Timeline:
         )
     if type(rank) is not int or rank < 0:
         raise FileFormatError(f"rank is {rank!r}, not a count", where=where, fix=_ADVICE)
+    # Version 1 knew no steps that run into each other.
+    since_ns = fields.get("since_ns", 0 if version == 1 else None)
+    if type(since_ns) is not int or since_ns < 0:
+        raise FileFormatError(
+            f"since_ns is {since_ns!r}, not a time in ns", where=where, fix=_ADVICE
+        )
     memory = fields.get("memory")
     if not isinstance(memory, Mapping):
         raise FileFormatError("memory is no mapping of pools", where=where, fix=_ADVICE)
@@ -113,6 +122,7 @@ def parse_timeline(text: str, *, where: str = "timeline") -> Timeline:
     return Timeline(
         source="simulated" if source == "simulated" else "measured",
         rank=rank,
+        since_ns=since_ns,
         spans=tuple(
             _read_span(row, f"{where}: spans[{at}]")
             for at, row in enumerate(_rows(fields.get("spans"), f"{where}: spans"))

@@ -6,7 +6,7 @@ between them is a number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,19 +39,41 @@ class MemoryPoint:
     used_bytes: int
 
 
+def curve_from(points: Sequence[MemoryPoint], zero_ns: int) -> tuple[MemoryPoint, ...]:
+    """Give a curve from a moment on, which becomes 0; what was in use before is its first point."""
+    held = [point for point in points if point.at_ns < zero_ns]
+    return (
+        *(MemoryPoint(at_ns=0, used_bytes=point.used_bytes) for point in held[-1:]),
+        *(
+            MemoryPoint(at_ns=point.at_ns - zero_ns, used_bytes=point.used_bytes)
+            for point in points[len(held) :]
+        ),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What one rank did in one step; times start at 0."""
+    """What one rank did in one step; times start at 0, when its first task starts.
+
+    Steps run into each other: the last writes of the step before may still be on their way then.
+    They end at `since_ns`, from where this step is counted; 0 where nothing was on its way.
+    """
 
     source: Literal["simulated", "measured"]
     rank: int
     spans: tuple[Span, ...]
     memory: Mapping[PoolId, tuple[MemoryPoint, ...]]
+    since_ns: int = 0
 
     @property
     def makespan_ns(self) -> int:
         """When the last task ends."""
         return max((span.end_ns for span in self.spans), default=0)
+
+    @property
+    def step_ns(self) -> int:
+        """How long the step takes: from the end of the one before it to its own."""
+        return max(self.makespan_ns - self.since_ns, 0)
 
     @property
     def peak_bytes(self) -> Mapping[PoolId, int]:
@@ -67,9 +89,10 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the makespan in which the compute lane is idle, between 0 and 1."""
-        makespan_ns = self.makespan_ns
-        return 1 - self.busy_ns("compute") / makespan_ns if makespan_ns else 0.0
+        """Share of the step in which the compute lane is idle, between 0 and 1."""
+        step_ns = self.step_ns
+        # What the lane did before the step counts is part of its work all the same.
+        return max(1 - self.busy_ns("compute") / step_ns, 0.0) if step_ns else 0.0
 
     @property
     def idle_in_span(self) -> float:

@@ -26,8 +26,8 @@ from packhorse.optim.groups import assign_groups, find_module_kinds, hyperparame
 from packhorse.optim.optimizers import AdamW, Optimizer
 from packhorse.plan.spec import Plan
 from packhorse.program.program import ProgramKind
-from packhorse.runtime.engine import StepResult
 from packhorse.runtime.scratch import choose_scratch
+from packhorse.runtime.step_result import StepResult
 from packhorse.timeline.spec import Timeline
 from packhorse.trainer.candidates import TracingRequest, trace_plan
 from packhorse.trainer.counting import Denominators, make_denominators, watch_loss
@@ -98,7 +98,12 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        session, self._session = self._session, None
+        try:
+            if session is not None:
+                session.__exit__(kind, error, trace)
+        finally:
+            self.close()
 
     @property
     def plan(self) -> Plan:
@@ -142,11 +147,13 @@ class Run:
 
     @property
     def timeline(self) -> Timeline | None:
-        """What the last step did when."""
+        """What the last step did when; blocks until its last write is done."""
         return None if self._last is None else self._last.timeline
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Run one optimizer step over a global batch and give its loss.
+
+        The last writes of the step may go on behind the next one. The batch is used up.
 
         Args:
             batch: rows first, of the shape that the plan was found for.

@@ -29,8 +29,9 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One finished optimizer step.
+    """One optimizer step whose values are there.
 
+    `step_s` is from the end of the step before to its own, as the training loop counts it.
     `grad_norm` is the norm before clipping, None without it. `mfu` is the share of the machine's
     best matmul rate that forward and backward of the model make up. `peak_bytes` is by tier, the
     largest use of its pools in this step, as the runtime's ledger has it. `process_bytes` is the

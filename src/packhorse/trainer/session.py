@@ -31,9 +31,11 @@ from packhorse.program.buffers import Layout
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.disk import Keeping
 from packhorse.runtime.emulation import Pace
-from packhorse.runtime.engine import Engine, ParameterPiece, StepResult
+from packhorse.runtime.engine import Engine, ParameterPiece
+from packhorse.runtime.step_result import StepResult
 from packhorse.storage.kept_state import KeptState
 from packhorse.storage.scratch_space import Scratch
+from packhorse.timeline.spec import Timeline
 from packhorse.trainer.weights import WeightSource
 from packhorse.verifier.rules import verify_program
 
@@ -118,7 +120,6 @@ class Session:
             resumed=resumed,
             watch=watch,
         )
-        self._kept_step: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +130,7 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._engine.__exit__(kind, error, trace)
 
     @property
     def layout(self) -> Layout:
@@ -208,7 +209,6 @@ class Session:
                 weights.read_into(piece.parameter, piece.start, piece.stop, piece.tensor)
 
         self._engine.restore(fill)
-        self._kept_step = self._engine.keeper.kept_step
 
     def resume_kept(self, saved: KeptRun, weights: WeightSource) -> None:
         """Fill every state from kept state of another plan; see `resume`."""
@@ -232,11 +232,28 @@ class Session:
         every = self.plan.durable.value
         if self.keeps and every != "off" and run.step % every == 0:
             self._engine.keeper.keep(run.step, kept_state_of(run))
-            self._kept_step = run.step
 
     def keeps_step(self, step: int) -> bool:
         """Whether the state after `step` is kept, or will be without anything more to be done."""
-        return self._kept_step == step
+        return self._engine.keeper.has_kept(step)
+
+    def give_up(self, step: int) -> int:
+        """Drop what is under way, a step that does not count; the session can only be closed.
+
+        Args:
+            step: kept, or about to be: its last writes are waited for unless the one before is
+                kept as well.
+
+        Returns:
+            The newest step that is kept.
+        """
+        keeper = self._engine.keeper
+        if not self.keeps_step(step - 1):
+            keeper.await_commit(step)
+        self._engine.quiesce()
+        newest = keeper.newest_step
+        assert newest is not None
+        return newest
 
     def keep_now(self, run: RunState) -> None:
         """Keep the state after the last finished step; blocks until it is on the disk.
@@ -245,10 +262,9 @@ class Session:
             StorageError: the disk is full or fails.
         """
         keeper = self._engine.keeper
-        if self._kept_step != run.step:
+        if not keeper.has_kept(run.step):
             keeper.keep(run.step, kept_state_of(run))
-            self._kept_step = run.step
-        keeper.settle()
+        keeper.settle(run.step)
 
     def discard_kept(self) -> None:
         """Let kept state go when the session closes: it is elsewhere too."""
@@ -261,13 +277,15 @@ class Session:
         denominator: float,
         step: int,
         learning_rate: float,
+        completed: Callable[[Timeline], None] = lambda _: None,
     ) -> StepResult:
-        """Run one optimizer step over a whole batch.
+        """Run one optimizer step over a whole batch; its last writes may go on behind it.
 
         Args:
-            inputs: the batch, rows first, as planned.
+            inputs: the batch, rows first, as planned; it is used up when this returns.
             denominator: what the summed loss is divided by.
             step: number of this step; the first is 1.
+            completed: called once the step is complete, in this call, a later one or `settle`.
 
         Raises:
             InputError: the batch has another shape than planned.
@@ -275,7 +293,25 @@ class Session:
                 session can only be closed.
         """
         feeds = self._cut(inputs, denominator)
-        return self._engine.train_step(feeds, step=step, learning_rate=learning_rate)
+        return self._engine.train_step(
+            feeds, step=step, learning_rate=learning_rate, completed=completed
+        )
+
+    def settle(self) -> None:
+        """Block until all steps are complete.
+
+        Raises:
+            StorageError: the disk is full or fails; names the step whose write failed.
+        """
+        self._engine.settle()
+
+    def peaks_of(self, result: StepResult) -> Mapping[str, int]:
+        """The largest use of each tier's pools in a training step."""
+        peaks: dict[str, int] = {}
+        tiers = {pool.id: pool.tier for pool in self.programs["train_step"].pools}
+        for pool, peak in result.peak_bytes.items():
+            peaks[tiers[pool]] = peaks.get(tiers[pool], 0) + peak
+        return peaks
 
     def evaluate(self, inputs: Mapping[str, Tensor], *, denominator: float) -> StepResult:
         """Run the forward of a whole batch, without dropout; see `train_step`."""

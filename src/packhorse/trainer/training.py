@@ -10,6 +10,11 @@ functions of the step.
         train the step's batch; report it
         keep it; evaluate and save when it is time; stop after a signal, kept or saved
     save the model
+
+Steps run into each other. A step is reported, and kept, when its values are there; its last writes
+may go on while the next one runs. It is over when its values are there, or, where the run waits
+after it (to evaluate, save or end), when it is complete. It takes from the end of the step before
+to its own; so the steps add up to the run. What a step did when is looked at once it is complete.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +37,6 @@ from packhorse.optim.schedules import learning_rate_at
 from packhorse.plan.files import PLAN_NAME, format_plan
 from packhorse.plan.spec import Plan
 from packhorse.runtime.emulation import Pace
-from packhorse.runtime.engine import StepResult
 from packhorse.runtime.memory.heap import trim_heap
 from packhorse.runtime.scratch import find_scratch
 from packhorse.timeline.files import format_timeline
@@ -64,7 +69,7 @@ from packhorse.trainer.run_folder import (
 from packhorse.trainer.saving import RunSaver
 from packhorse.trainer.session import Session
 from packhorse.trainer.starting import begin, fill_states, resumed_from
-from packhorse.trainer.stop_signals import GivenUpError, StopSignals, stop_at_once
+from packhorse.trainer.stop_signals import GRACE_S, GivenUpError, StopSignals, stop_at_once
 from packhorse.units import GIB, format_bytes, format_ns
 
 # The first step of a process still warms up; the second is the one to compare with the prediction.
@@ -225,10 +230,16 @@ class _Run:
                 # What is kept already, or was never begun, is not lost with the step.
                 with self.signals.giving_up(allowed=self.session.keeps_step(step - 1)):
                     report = self._train_step(step, num_in_process=step - finished)
+                    self.session.finish_step(self.saver.describe_state(step))
+                    if self.signals.name is not None:
+                        self.session.settle()
             except GivenUpError:
-                self.note(f"step {step} is given up for {self.signals.name}: it takes too long")
-                raise self._stop(step - 1, saved_step) from None
-            self.session.finish_step(self.saver.describe_state(step))
+                kept = self.session.give_up(step - 1)
+                self.note(
+                    f"what is after step {kept} is given up for {self.signals.name}: it takes more"
+                    f" than {GRACE_S:g} s longer, and step {kept} is kept"
+                )
+                raise self._stop(kept, saved_step) from None
             loss = loss if report is None else report.loss
             if self._evaluates_after(step):
                 eval_loss = self._evaluate(step)
@@ -298,14 +309,16 @@ class _Run:
             warmup_steps=recipe.warmup_steps,
             total_steps=data.num_steps,
         )
-        begin_ns = time.perf_counter_ns()
         result = self.session.train_step(
             model_inputs(batch),
             denominator=batch.num_items,
             step=step,
             learning_rate=learning_rate,
+            completed=partial(self._look_at, num_in_process),
         )
-        step_s = (time.perf_counter_ns() - begin_ns) / 1e9
+        if step == data.num_steps or self._evaluates_after(step) or self._saves_after(step):
+            self.session.settle()
+        step_s = (time.perf_counter_ns() - result.began_ns) / 1e9
         report = StepReport(
             step=step,
             epoch=step / data.steps_per_epoch,
@@ -315,18 +328,21 @@ class _Run:
             step_s=step_s,
             tokens_per_second=batch.num_tokens / step_s,
             mfu=self.session.step_flops / step_s / self.peak_flops_per_s,
-            peak_bytes=self._peaks(result),
+            peak_bytes=self.session.peaks_of(result),
             process_bytes=self._process_bytes(),
             disk_read_bytes=result.disk_read_bytes,
             disk_written_bytes=result.disk_written_bytes,
         )
         self._report_step(report)
-        remark = None if self.watch is None else self.watch(result.timeline)
+        return report
+
+    def _look_at(self, num_in_process: int, timeline: Timeline) -> None:
+        """Look at what a complete step did when."""
+        remark = None if self.watch is None else self.watch(timeline)
         if remark is not None:
             self.note(remark)
         if num_in_process <= _TYPICAL_STEP:
-            self.folder.write_file(MEASURED_NAME, format_timeline(result.timeline))
-        return report
+            self.folder.write_file(MEASURED_NAME, format_timeline(timeline))
 
     def _skip(self, step: int) -> None:
         epoch = step / self.prepared.data.steps_per_epoch
@@ -463,13 +479,6 @@ class _Run:
         self.folder.write_metrics(metrics)
         for reporter in self.reporters:
             reporter.report(step, metrics)
-
-    def _peaks(self, result: StepResult) -> Mapping[str, int]:
-        peaks: dict[str, int] = {}
-        tiers = {pool.id: pool.tier for pool in self.session.programs["train_step"].pools}
-        for pool, peak in result.timeline.peak_bytes.items():
-            peaks[tiers[pool]] = peaks.get(tiers[pool], 0) + peak
-        return peaks
 
     def _process_bytes(self) -> int | None:
         if self.baseline_bytes is None:
