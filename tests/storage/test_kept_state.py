@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from packhorse.errors import InputError
+from packhorse.errors import InputError, StorageError
 from packhorse.storage import stripes
 from packhorse.storage.extents import lay_out_extents
 from packhorse.storage.kept_check import find_stale
@@ -336,3 +337,41 @@ def test_a_record_that_is_removed_or_replaced_under_a_run_is_told(tmp_path: Path
         record.path.write_bytes(content)
     record.remove()
     assert record.path.exists()  # it is another's
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_what_this_user_may_not_read_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int
+) -> None:
+    first = keep(tmp_path, THREE, 1)
+    path = kept_in(first).files[part]
+    inner = os.access
+
+    def refuse(asked: Path, mode: int) -> bool:
+        return asked != path and inner(asked, mode)
+
+    monkeypatch.setattr(os, "access", refuse)
+    found = unreadable_in(first)
+    assert found.may_return
+    assert f"may not read {path}" in found.reason
+
+
+def test_what_may_not_be_written_is_read_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = kept_in(keep(tmp_path, THREE, 1))
+    inner = os.open
+
+    def refuse(path: Path, flags: int, *rest: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return inner(path, flags, *rest)
+
+    def fail(path: Path, *, missing_ok: bool) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert find_stale(kept) is None
+    monkeypatch.setattr(Path, "unlink", fail)
+    with pytest.raises(StorageError, match="cannot remove kept state: Read-only file system"):
+        remove_kept(kept)

@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import pytest
 
 from packhorse.errors import InputError
 from packhorse.storage.scratch_folder import LOCK_NAME, claim_scratch, clean_scratch, find_leftovers
+from packhorse.storage.scratch_space import Scratch, ScratchPart, claim_space
 
 HOLDER = """
 import sys
@@ -65,3 +67,29 @@ def test_folder_is_made_and_can_be_claimed_again(tmp_path: Path) -> None:
 def test_nothing_to_clean(tmp_path: Path) -> None:
     assert clean_scratch(tmp_path / "none") == ()
     assert find_leftovers(tmp_path / "none") == ()
+
+
+def test_a_full_disk_keeps_nobody_from_what_has_its_space_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock's own few bytes are for others to read; it holds without them."""
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail)
+        claimed = claim_scratch(tmp_path / "other")
+    with pytest.raises(InputError, match=r"in use by process \(unknown\)"):
+        claim_scratch(tmp_path / "other")
+    claimed.close()
+    claim_scratch(tmp_path / "other").close()
+
+
+def test_a_folder_that_is_named_twice_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for names in (("a", "a"), ("a", "b"), ("c", "c")):
+        parts = tuple(ScratchPart(folder=tmp_path / name) for name in names)
+        with pytest.raises(InputError, match="two of the scratch folders are the same"):
+            claim_space(Scratch(parts=parts))

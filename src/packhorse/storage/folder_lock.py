@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -78,11 +79,15 @@ def lock_folder(folder: Path, name: str, *, what: str, fix: str) -> FolderLock:
             if _is_at(descriptor, path):
                 break
             os.close(descriptor)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except OSError as error:
         raise explain_failure(error, folder, f"use {what}") from error
-    return FolderLock(path, descriptor)
+    lock = FolderLock(path, descriptor)
+    # The lock is the kernel's. On a full disk it holds as well, without a name for others to read:
+    # what is in the folder has its space already, and a run must be able to go on with it.
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return lock
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -21,6 +21,7 @@ from packhorse.storage.record import Entry, Found, Json, read_record
 from packhorse.storage.scratch_file import ScratchFile, open_scratch_file
 from packhorse.storage.scratch_folder import scratch_path
 from packhorse.storage.scratch_space import StateFile, part_name
+from packhorse.storage.space import explain_failure
 from packhorse.storage.striped_file import StripedFile
 
 NAMES: Final = (("state", "record"), ("state-2", "record-2"))
@@ -101,16 +102,23 @@ def name_owner(run_folder: Path) -> str:
 
 
 def remove_kept(kept: KeptState | Unreadable) -> None:
-    """Delete kept state; the record goes first, so that half of it is never believed."""
+    """Delete kept state; the record goes first, so that half of it is never believed.
+
+    Raises:
+        StorageError: it may not be deleted.
+    """
     record, *files = kept.files
-    record.unlink(missing_ok=True)
-    fsync_folder(record.parent)
-    for file in files:
-        file.unlink(missing_ok=True)
+    try:
+        record.unlink(missing_ok=True)
+        fsync_folder(record.parent)
+        for file in files:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        raise explain_failure(error, record, "remove kept state") from error
 
 
 def open_kept(kept: KeptState) -> StateFile:
-    """Open the file of kept state, with all its parts, as it was made.
+    """Open the file of kept state, with all its parts, to read it.
 
     Raises:
         StorageError: a part is gone or has another size.
@@ -120,7 +128,8 @@ def open_kept(kept: KeptState) -> StateFile:
         files: list[ScratchFile] = []
         sizes = layout.stripes.sizes(layout.file_bytes)
         for path, part_bytes in zip((kept.file, *kept.parts), sizes, strict=True):
-            files.append(undo.enter_context(open_scratch_file(path, part_bytes)))
+            file = open_scratch_file(path, part_bytes, writable=False)
+            files.append(undo.enter_context(file))
         undo.pop_all()
     if len(files) == 1:
         return files[0]
@@ -166,6 +175,8 @@ def _look(folder: Path, names: tuple[str, str]) -> KeptState | Unreadable | None
     unknown = Unreadable(
         path=record, reason="", files=(record, file), owner=None, step=None, may_return=False
     )
+    if not os.access(record, os.R_OK):
+        return _because(unknown, f"this user may not read {record}", may_return=True)
     try:
         read = read_record(record)
     except OtherVersionError as error:
@@ -197,6 +208,8 @@ def _look(folder: Path, names: tuple[str, str]) -> KeptState | Unreadable | None
         if path.is_symlink() or not path.is_file():
             how = "is a link" if path.is_symlink() else "is missing"
             return _because(said, f"the file it speaks of, {path}, {how}", may_return=True)
+        if not os.access(path, os.R_OK):
+            return _because(said, f"this user may not read {path}", may_return=True)
         found_bytes, made_bytes = path.stat().st_size, max(size_bytes, ALIGNMENT_BYTES)
         if found_bytes != made_bytes:
             reason = f"the file it speaks of, {path}, has {found_bytes} bytes, not {made_bytes}"

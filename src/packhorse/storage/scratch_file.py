@@ -313,7 +313,7 @@ def create_scratch_file(
     finally:
         os.close(descriptor)
     try:
-        return _open(target, size_bytes, direct=direct, block_bytes=block_bytes)
+        return _open(target, size_bytes, direct=direct, block_bytes=block_bytes, mode=os.O_RDWR)
     except StorageError:
         target.unlink(missing_ok=True)
         raise
@@ -325,12 +325,14 @@ def open_scratch_file(
     *,
     direct: bool | None = None,
     block_bytes: int = DEFAULT_BLOCK_BYTES,
+    writable: bool = True,
 ) -> ScratchFile:
     """Open a scratch file that an earlier process made, with what it wrote.
 
     Args:
         path: the file.
         size_bytes: as it was made; the other arguments as for `create_scratch_file`.
+        writable: False where it is only read, perhaps from a disk that takes no writes.
 
     Raises:
         StorageError: it is not there or has another size.
@@ -348,7 +350,8 @@ def open_scratch_file(
             where=str(target),
             fix="resume from a checkpoint; packhorse clean removes the scratch file",
         )
-    return _open(target, size_bytes, direct=direct, block_bytes=block_bytes)
+    mode = os.O_RDWR if writable else os.O_RDONLY
+    return _open(target, size_bytes, direct=direct, block_bytes=block_bytes, mode=mode)
 
 
 def _check_block(block_bytes: int) -> None:
@@ -356,8 +359,11 @@ def _check_block(block_bytes: int) -> None:
         raise ValueError(f"block size {block_bytes} is no multiple of {ALIGNMENT_BYTES}")
 
 
-def _open(path: Path, size_bytes: int, *, direct: bool | None, block_bytes: int) -> ScratchFile:
-    descriptor = None if direct is False else _open_direct(path)
+def _open(
+    path: Path, size_bytes: int, *, direct: bool | None, block_bytes: int, mode: int
+) -> ScratchFile:
+    mode |= os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = None if direct is False else _open_direct(path, mode)
     is_direct = descriptor is not None
     if descriptor is None:
         if direct:
@@ -367,7 +373,7 @@ def _open(path: Path, size_bytes: int, *, direct: bool | None, block_bytes: int)
                 fix="use a folder on a local disk, or allow buffered I/O",
             )
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(path, mode)
         except OSError as error:
             raise explain_failure(error, path, "open the scratch file") from error
     return ScratchFile(
@@ -375,13 +381,13 @@ def _open(path: Path, size_bytes: int, *, direct: bool | None, block_bytes: int)
     )
 
 
-def _open_direct(path: Path) -> int | None:
+def _open_direct(path: Path, mode: int) -> int | None:
     """Open with O_DIRECT and read one page; None when the file system refuses either."""
     if not _DIRECT:
         return None
     descriptor: int | None = None
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | _DIRECT)
+        descriptor = os.open(path, mode | _DIRECT)
         with mmap.mmap(-1, ALIGNMENT_BYTES) as page, memoryview(page) as view:
             os.preadv(descriptor, [view], 0)
     except OSError as error:

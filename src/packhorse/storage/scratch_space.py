@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from packhorse.errors import InputError
 from packhorse.storage.scratch_file import (
     DEFAULT_BLOCK_BYTES,
     ScratchFile,
@@ -200,9 +201,17 @@ def claim_space(scratch: Scratch) -> ScratchSpace:
     """Take all folders for this process, making what is missing. Leftover files stay.
 
     Raises:
-        InputError: another live process holds one of them.
+        InputError: another live process holds one of them, or two are the same.
         StorageError: one cannot be made or written.
     """
+    places = [part.folder.resolve() for part in scratch.parts]
+    for part, place in zip(scratch.parts, places, strict=True):
+        if places.count(place) > 1:
+            raise InputError(
+                "two of the scratch folders are the same",
+                where=str(part.folder),
+                fix="name each folder once in the disk budget",
+            )
     with ExitStack() as undo:
         folders: list[ScratchFolder] = []
         for part in scratch.parts:
