@@ -126,11 +126,11 @@ def test_a_budget_without_room_is_refused_and_the_advised_one_works(budget_mib):
     candidates = make_candidates(**WIDE)
     with pytest.raises(DoesNotFitError) as refused:
         search(candidates, make_machine(budget_mib * MIB))
-    advised = int(str(refused.value).split("device=")[1].split("KiB")[0]) * 1024
+    advised = refused.value.least_bytes["device"]
     plan = search(candidates, make_machine(advised))
     assert plan.budget_bytes["device"] == advised
     with pytest.raises(DoesNotFitError):
-        search(candidates, make_machine(advised - 4096))
+        search(candidates, make_machine(advised - MIB))
 
 
 def test_a_tied_parameter_shares_its_chunk_with_no_other_at_any_length():
