@@ -11,7 +11,7 @@ from packhorse.errors import FileFormatError, InputError
 from packhorse.machine.catalogue import load_known_machine
 from packhorse.machine.emulation import slow_down
 from packhorse.machine.files import check_machine, format_machine, parse_machine, read_machine
-from packhorse.machine.spec import Emulation
+from packhorse.machine.spec import Emulation, TierName
 from packhorse.units import GIB
 
 SAMPLE = Path(__file__).parents[2] / "machines" / "emulated-a100.yaml"
@@ -82,3 +82,19 @@ def test_an_unknown_key_of_the_emulation_is_named_with_the_nearest() -> None:
     text = SAMPLE.read_text().replace("slowdown:", "slow_down:")
     with pytest.raises(FileFormatError, match="did you mean 'slowdown'"):
         parse_machine(text)
+
+
+@pytest.mark.parametrize("factor", [0, -3, float("nan"), float("inf")])
+def test_only_a_positive_number_makes_a_machine_slower(factor: float) -> None:
+    budgets: dict[TierName, int] = {"device": GIB, "host": GIB}
+    with pytest.raises(InputError, match=r"cannot be .* times slower"):
+        slow_down(load_known_machine("a100-80gb"), factor, budgets)
+
+
+@pytest.mark.parametrize(
+    ("budgets", "tier"),
+    [({}, "device"), ({"device": GIB}, "host"), ({"device": 0, "host": GIB}, "device")],
+)
+def test_both_tiers_need_memory(budgets: dict[TierName, int], tier: str) -> None:
+    with pytest.raises(InputError, match=f"no memory for its {tier} tier"):
+        slow_down(load_known_machine("a100-80gb"), 400, budgets)

@@ -8,6 +8,7 @@ are the real ones, and all times are those of the faster machine times the facto
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
@@ -27,8 +28,22 @@ def slow_down(machine: Machine, factor: float, budget_bytes: Mapping[TierName, i
         budget_bytes: what is there of `device` and `host`; other tiers are left out.
 
     Raises:
-        InputError: the machine has no host tier beside its device.
+        InputError: the machine has no host tier beside its device, the factor is no positive
+            number, or a budget of the two is missing.
     """
+    if not (math.isfinite(factor) and factor > 0):
+        raise InputError(
+            f"a machine cannot be {factor} times slower",
+            where=f"machine {machine.name}",
+            fix="give a positive number, such as 400",
+        )
+    for tier in ("device", "host"):
+        if budget_bytes.get(tier, 0) <= 0:
+            raise InputError(
+                f"the emulated machine has no memory for its {tier} tier",
+                where=f"machine {machine.name}",
+                fix=f"give a budget for it: {tier}=1GiB",
+            )
     if any(machine.link(source, target) is None for source, target in _NEEDED):
         raise InputError(
             f"{machine.name} has no host tier beside its device, so there is nothing to emulate",
