@@ -2,8 +2,9 @@
 
 In: ranks, microbatches, costs with caps of memory. Out: a schedule.
 
-    candidates   every named schedule that keeps the caps, and list scheduling on a line, a loop and
-                 a V of stages, with several policies and several shares of the room
+    candidates   every named schedule that keeps the caps, and list scheduling on a V of stages and
+                 on loops of one, two and four stages a rank, with several policies and several
+                 shares of the room
     improved     the shortest few, by moves of single tasks
     answer       the shortest of all; of equals, the one that was found first, named ones first
 
@@ -101,6 +102,7 @@ def _list_listed(
         place_vee(num_ranks),
         place_looped(num_ranks, num_ranks),
         place_looped(num_ranks, 2 * num_ranks),
+        place_looped(num_ranks, 4 * num_ranks),
     )
     tasks = 0
     for room, policy, placement in product(_ROOMS, _POLICIES, placements):
