@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from packhorse.compiler.lower import lower_plan
+from packhorse.program.tasks import Copy
 from packhorse.simulator.engine import INLINE, OVERLAPPED, simulate_program
 from packhorse.verifier.rules import verify_program
 from tests.support.models import make_model, make_plan
@@ -16,6 +17,13 @@ class Steady:
 
     def duration_ns(self, _task):
         return 7
+
+
+class SlowDisk:
+    """What goes to the disk or comes from it takes its time."""
+
+    def duration_ns(self, task):
+        return 40 if isinstance(task, Copy) else 7
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,3 +71,35 @@ def test_lanes_that_run_ahead_stay_within_what_the_program_needs(kind):
     assert dict(slow.peak_bytes) == dict(needs)
     fast = simulate_program(roomy, costs=Steady(), workers=OVERLAPPED)
     assert fast.makespan_ns <= slow.makespan_ns <= 7 * len(tight.tasks)
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_step_behind_another_takes_as_long_as_each_of_many(clips):
+    model = make_model(num_layers=4)
+    plan = make_plan(
+        model,
+        parameters="disk",
+        gradients="disk",
+        optimizer="disk",
+        activations="recompute",
+        num_microbatches=2,
+        clips=clips,
+        budget_bytes={"device": 1 << 26, "disk": 1 << 30},
+    )
+    program = lower_plan(plan, model, "train_step")
+    alone, second, third, fourth = (
+        simulate_program(program, costs=SlowDisk(), workers=OVERLAPPED, rounds=rounds)
+        for rounds in (1, 2, 3, 4)
+    )
+    assert alone.since_ns == 0
+    assert alone.step_ns == alone.makespan_ns
+    # The next step starts before the last task of the one before ends, and so takes less.
+    assert second.since_ns > 0
+    assert second.step_ns == second.makespan_ns - second.since_ns < alone.step_ns
+    assert second.step_ns == third.step_ns == fourth.step_ns
+    assert min(span.start_ns for span in second.spans) == 0
+    assert second.step_ns >= max(second.busy_ns(lane) for lane in OVERLAPPED)
+    # One after another, steps only add up.
+    inline = simulate_program(program, costs=SlowDisk(), workers=INLINE, rounds=3)
+    assert inline.since_ns == 0
+    assert inline.step_ns == sum(SlowDisk().duration_ns(task) for task in program.tasks)

@@ -24,8 +24,13 @@ from test_training import (
 from tiny_runs import ALL_IN_MEMORY, ALL_ON_DISK, make_machine, plan_run, prepare
 
 from packhorse.checkpoint.folders import find_checkpoints
-from packhorse.errors import InputError, StoppedError
+from packhorse.errors import InputError, StoppedError, StorageError
+from packhorse.program.buffers import BufferId
+from packhorse.program.tasks import Copy
+from packhorse.runtime.disk import DiskTier
 from packhorse.runtime.engine import Engine
+from packhorse.runtime.executor import Executor
+from packhorse.runtime.running import Prepared, Running, StepWork
 from packhorse.storage.kept_state import KeptState, find_kept
 from packhorse.storage.scratch_folder import find_leftovers
 from packhorse.trainer.observer import SilentObserver, StepReport
@@ -338,3 +343,57 @@ def test_sigkill_at_random_moments_loses_at_most_what_is_stated(
     assert last_kept > 0
     run(killed, resume=ResumeNewest(), plan=pins, **options)
     assert_ended_like(killed, tmp_path / "straight")
+
+
+class LateFailure:
+    """Fails the last write of a step once the next one is being issued.
+
+    `recorded` is the step that the scratch folder keeps at that moment.
+    """
+
+    def __init__(self, step: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.recorded: int | None = None
+        began = threading.Event()
+        left = 0
+        issue, write = Executor.issue, DiskTier.write
+
+        def note(executor: Executor, prepared: Prepared, work: StepWork) -> Running:
+            nonlocal left
+            if work.name == "step 1":
+                tasks = prepared.program.tasks
+                left = step * sum(isinstance(t, Copy) and t.target == "disk" for t in tasks)
+            if work.name == f"step {step + 1}":
+                began.set()
+            return issue(executor, prepared, work)
+
+        def fail(disk: DiskTier, buffer: BufferId, address: int) -> None:
+            nonlocal left
+            if left == 1:
+                assert began.wait(30), "nothing is issued while a write goes on"
+                self.recorded = kept_in(folder).entry.step
+                raise StorageError("the drive is gone", where=str(disk.path))
+            left -= left > 0
+            write(disk, buffer, address)
+
+        patch.setattr(Executor, "issue", note)
+        patch.setattr(DiskTier, "write", fail)
+
+
+@pytest.mark.parametrize("clip", [1.0, None], ids=["clipped", "unclipped"])
+def test_a_write_that_fails_behind_its_step_loses_that_step_alone(
+    tmp_path: Path, clip: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    """No record speaks of a step whose last write is on its way."""
+    options: dict[str, object] = {"save_steps": None, "max_grad_norm": clip}
+    run(tmp_path / "straight", plan=OFF, **options)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    with monkeypatch.context() as patch:
+        late = LateFailure(3, broken, patch)
+        with pytest.raises(StorageError, match="the drive is gone") as caught:
+            run(broken, plan=ALL_ON_DISK, **options)
+    assert "of step 3: " in str(caught.value)
+    assert late.recorded == 2
+    assert kept_in(broken).entry.step == 2
+    run(broken, resume=ResumeNewest(), plan=ALL_ON_DISK, **options)
+    assert_ended_like(broken, tmp_path / "straight")
