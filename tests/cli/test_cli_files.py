@@ -439,6 +439,23 @@ def test_clean_finds_every_part_of_a_state_and_no_other(shell, tmp_path):
     assert not list(second.glob("*.scratch"))
 
 
+def test_clean_gives_state_up_that_cannot_be_read_but_not_that_of_another_run(shell, tmp_path):
+    run, other, first, second = (tmp_path / name for name in ("run", "other", "a", "b"))
+    run.mkdir()
+    keep_striped_state(first, second, other, 12)
+    make_machine_file(run, first, second)
+    ((kept,), _) = find_kept(first)
+    kept.parts[0].rename(tmp_path / "away")
+    assert shell("clean", run, "--yes").out == f"nothing unfinished in {run}\n"
+    (tmp_path / "away").rename(kept.parts[0])
+    assert find_kept(first) == ((kept,), ())
+    with kept.file.open("r+b") as file:
+        file.truncate(4096)
+    done = shell("clean", first, "--yes")
+    assert done.out.count("state that cannot be read: the file it speaks of") == 3
+    assert not list(tmp_path.rglob("*.scratch"))
+
+
 def make_machine_file(run: Path, scratch: Path, *others: Path) -> None:
     machine = load_known_machine("laptop-16gb")
     drives = tuple(
