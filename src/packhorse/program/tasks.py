@@ -190,6 +190,8 @@ def lane_of(task: Task) -> Lane:
 
     The norm, a few bytes that all updates in the host wait for, never queues behind gradients.
     """
+    if not isinstance(task, Copy | Update):
+        return "compute"
     match task:
         case Copy() if task.buffer == NORM:
             return "compute"

@@ -105,8 +105,13 @@ def time_limited(
         )
         return (whole_ns,) * len(depths)
     pools = _limit_pools(program, plan, budget_bytes)
-    hoist = Hoist(program.tasks, program.buffers, workspace_pool=program.workspace_pool)
     rehearsal = Rehearsal(program, costs=costs, machine=machine)
+    hoist = Hoist(
+        program.tasks,
+        program.buffers,
+        workspace_pool=program.workspace_pool,
+        lanes=rehearsal.lanes,
+    )
     more = num_microbatches - program.num_microbatches
     # Deeper prefetch often finds no more room: the same order is timed once.
     known_ns: dict[tuple[int, ...], int] = {}

@@ -148,6 +148,11 @@ class TaskCosts:
             MismatchError, InputError: as `duration_ns`.
         """
         match task:
+            case Free():
+                return FREE_NS
+            case Copy():
+                link = self._link(task.source, task.target)
+                return TASK_NS + self._transfer_ns(link, task.buffer)
             case Forward():
                 time = self._body_time(task.block)
                 saves = any(buffer.startswith("saved/") for buffer in task.writes)
@@ -157,9 +162,6 @@ class TaskCosts:
             case Backward():
                 time = self._body_time(task.block)
                 return TASK_NS + self._heaped(time.backward_ns) + self._gradient_ns(task)
-            case Copy():
-                link = self._link(task.source, task.target)
-                return TASK_NS + self._transfer_ns(link, task.buffer)
             case Update():
                 return TASK_NS + self._update_ns(task)
             case SegmentNorm():
@@ -172,8 +174,6 @@ class TaskCosts:
                 return TASK_NS + self._outside_ns(task.buffer, "disk", "device")
             case Export():
                 return TASK_NS + self._outside_ns(task.buffer, "device", "disk")
-            case Free():
-                return FREE_NS
             case Emit():
                 return TASK_NS
         assert_never(task)

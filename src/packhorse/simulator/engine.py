@@ -115,6 +115,11 @@ class Rehearsal:
         self._footprints = find_footprints(program, costs=costs, shared=self._shared)
         self._by_task = {id(each.task): each for each in self._footprints.of_tasks}
 
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The lanes of the program's tasks, in its order."""
+        return tuple(each.lane for each in self._footprints.of_tasks)
+
     def time(self, tasks: Sequence[Task], pools: Sequence[Pool]) -> Times:
         """Time the very tasks of the program in another order, within other pools.
 

@@ -57,7 +57,11 @@ def hoist_copies(
 
 
 class Hoist:
-    """Moves the copies of one list of tasks up, for any pools and depths; replays them once."""
+    """Moves the copies of one list of tasks up, for any pools and depths; replays them once.
+
+    Args:
+        lanes: those of the tasks, for who knows them.
+    """
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class Hoist:
         buffers: Mapping[BufferId, Buffer],
         *,
         workspace_pool: PoolId,
+        lanes: Sequence[Lane] | None = None,
     ) -> None:
         self._tasks = tuple(tasks)
         self._loads: dict[int, tuple[Buffer, Lane]] = {
@@ -75,7 +80,8 @@ class Hoist:
         landing = {buffer.pools["device"] for buffer, _ in self._loads.values()}
         self._held: Mapping[PoolId, list[int]] = {}
         if landing:
-            self._held = _count_held(tasks, buffers, workspace_pool, landing)
+            known = assign_lanes(tasks) if lanes is None else lanes
+            self._held = _count_held(tasks, buffers, workspace_pool, landing, known)
         self._computes = [_computes(task) for task in tasks]
         self._copies = [lane_of(task) if isinstance(task, Copy) else None for task in tasks]
         self._touched = [
@@ -134,13 +140,14 @@ def _count_held(
     buffers: Mapping[BufferId, Buffer],
     workspace_pool: PoolId,
     pools: Collection[PoolId],
+    lanes: Sequence[Lane],
 ) -> Mapping[PoolId, list[int]]:
     # What pools hold while each task runs, with what a slow lane may not have released yet.
     replayed = replay_pools(tasks, buffers, workspace_pool=workspace_pool).task_bytes
     held: dict[PoolId, list[int]] = {pool: replayed[pool].tolist() for pool in pools}
     leaving: list[tuple[int, PoolId, int]] = []
     num_computed = 0
-    for position, (task, lane) in enumerate(zip(tasks, assign_lanes(tasks), strict=True)):
+    for position, (task, lane) in enumerate(zip(tasks, lanes, strict=True)):
         num_computed += _computes(task)
         if leaving and leaving[0][0] < num_computed:
             leaving = [item for item in leaving if item[0] >= num_computed]
