@@ -35,10 +35,16 @@ def models(draw):
 def cases(draw):
     """Draw a model and a plan for it, with every mix of tiers, activations and heaps."""
     model = draw(models())
+    return model, draw(plans(model))
+
+
+@st.composite
+def plans(draw, model):
+    """Draw a plan for a model."""
     master = draw(st.booleans())
     order = draw(st.sampled_from(["depth_first", "layered"]))
     tied_sums = ["per_step"] if order == "layered" else ["per_microbatch", "per_step"]
-    return model, make_plan(
+    return make_plan(
         model,
         chunk_bytes=draw(st.sampled_from([4096, 8192, 1 << 21, 1 << 22])),
         parameters=draw(TIERS),
