@@ -68,6 +68,11 @@ def test_both_ways_of_counting_idle_time(shell):
     )
 
 
+def test_one_of_everything(shell):
+    done = shell("schedule", "1f1b", "--ranks", 1, "--microbatches", 1)
+    assert done.out.startswith("1f1b: 1 rank, 1 stage, 1 microbatch\nrank 0  F0--B0------\n")
+
+
 def test_pictures_and_csv_are_written(shell, tmp_path):
     svg, csv = tmp_path / "new" / "a.svg", tmp_path / "a.csv"
     done = shell("schedule", "zb-h1", *SIZES, "--svg", svg, "--csv", csv)

@@ -14,7 +14,7 @@ def list_blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-def test_everything_on_the_page_is_so(shell, tmp_path, monkeypatch):
+def test_everything_on_the_page_is_so(shell, tmp_path, monkeypatch, golden):
     monkeypatch.chdir(tmp_path)
     (own,) = list_blocks("python")
     (tmp_path / "my_schedule.py").write_text(own, encoding="utf-8")
@@ -27,6 +27,7 @@ def test_everything_on_the_page_is_so(shell, tmp_path, monkeypatch):
     picture, table, error = list_blocks("text")
     assert said[0].startswith(picture.removesuffix(" ...\n"))
     assert said[2] == table
+    golden("../../docs/how-to/zb-v.svg", (tmp_path / "zb-v.svg").read_text(encoding="utf-8"))
     lines = own.splitlines(keepends=True)
     at = next(at for at, line in enumerate(lines) if "*(Forward(stage=back" in line)
     lines[at : at + 2] = reversed(lines[at : at + 2])

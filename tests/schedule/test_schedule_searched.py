@@ -139,7 +139,7 @@ def test_what_cannot_fit_is_refused() -> None:
     costs = replace(even_costs(2, saved_bytes=100), cap_bytes=(100, 99))
     with pytest.raises(DoesNotFitError) as found:
         make_searched(2, 4, costs)
-    assert found.value.where == "rank 1 needs 100 bytes and has 99"
+    assert found.value.where == "rank 1 saves 1 for one microbatch and may save 0.99"
     board = make_board([0, 1], 2, 4, costs)
     with pytest.raises(ValueError, match="rank 1 needs 100 bytes"):
         list_orders(board, (100, 99), Policy())

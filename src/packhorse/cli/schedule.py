@@ -191,13 +191,13 @@ def _refuse_excess(peak_bytes: tuple[int, ...], costs: Costs, share_bytes: int) 
 def _compare_all(screen: Screen, request: ScheduleRequest) -> None:
     from packhorse.cli.schedule_costs import read_costs
     from packhorse.cli.schedule_reading import need_sizes
-    from packhorse.cli.schedule_report import compare_schedules, compare_table
+    from packhorse.cli.schedule_report import compare_schedules, compare_table, count_words
 
     num_ranks, num_microbatches = need_sizes(request)
     costs = read_costs(request.costs, request.memory_cap, num_ranks)
     lines = compare_schedules(num_ranks, num_microbatches, costs)
     screen.show(
-        f"{num_ranks} ranks, {num_microbatches} microbatches",
+        f"{count_words(num_ranks, 'rank')}, {count_words(num_microbatches, 'microbatch')}",
         compare_table(lines),
     )
     screen.answer(

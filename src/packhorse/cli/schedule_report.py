@@ -95,11 +95,19 @@ def _list_points(
 
 
 def describe_schedule(name: str, schedule: Schedule) -> str:
-    """Say what a schedule is of."""
-    return (
-        f"{name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages,"
-        f" {schedule.num_microbatches} microbatches"
+    """Say what a schedule is of, for example `zb-v: 4 ranks, 8 stages, 8 microbatches`."""
+    sizes = (
+        (schedule.num_ranks, "rank"),
+        (schedule.num_stages, "stage"),
+        (schedule.num_microbatches, "microbatch"),
     )
+    return f"{name}: {', '.join(count_words(count, word) for count, word in sizes)}"
+
+
+def count_words(count: int, word: str) -> str:
+    """Count things in words: `1 rank`, `2 microbatches`."""
+    ending = "" if count == 1 else "es" if word.endswith("ch") else "s"
+    return f"{count} {word}{ending}"
 
 
 def describe_step(timing: Timing) -> str:

@@ -158,11 +158,12 @@ def _improve(candidate: _Candidate, cap_bytes: Sequence[int]) -> _Candidate:
 
 
 def _word_refusal(num_ranks: int, costs: Costs, cap_bytes: Sequence[int]) -> DoesNotFitError:
-    stages = costs.cut(num_ranks)
+    share_bytes = costs.share_bytes(num_ranks)
     lines = [
-        f"rank {rank} needs {stages[rank].saved_bytes} bytes and has {cap}"
-        for rank, cap in enumerate(cap_bytes)
-        if cap < stages[rank].saved_bytes
+        f"rank {rank} saves {stage.saved_bytes / share_bytes:.3g} for one microbatch and may save"
+        f" {cap / share_bytes:.3g}"
+        for rank, (stage, cap) in enumerate(zip(costs.cut(num_ranks), cap_bytes, strict=True))
+        if cap < stage.saved_bytes
     ]
     return DoesNotFitError(
         "one microbatch of a rank's stages saves more than the rank may",
