@@ -368,3 +368,20 @@ def test_wherever_the_disk_is_full_a_whole_step_is_left(
     assert {path.path for path in find_leftovers(tmp_path)} == {
         path for each in found for path in each.files
     }
+
+
+def test_a_second_file_that_does_not_fit_says_what_it_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskTier(BUFFERS, tmp_path, keeping()) as disk:
+        write(disk, PARAM, 1)
+        disk.commit(5, {})
+    ((kept,), _) = find_kept(tmp_path)
+    monkeypatch.setattr("packhorse.storage.scratch_file.free_bytes", lambda _: 0)
+    for keep in (None, keeping("other")):
+        with pytest.raises(StorageError, match="does not fit on the disk") as caught:
+            DiskTier(BUFFERS, tmp_path, keep, kept)
+        assert f"beside {kept.file}" in str(caught.value)
+        assert "or resume as before" in str(caught.value)
+    with DiskTier(BUFFERS, tmp_path, keeping(), kept) as disk:
+        assert disk.is_reopened

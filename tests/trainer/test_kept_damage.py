@@ -255,6 +255,14 @@ def test_a_run_that_is_resumed_twice_in_place_and_then_elsewhere(
         assert kept_in(tmp_path).entry.step == step - 1
     resume(tmp_path, IN_MEMORY, save_steps=None)
     assert_ended_like(tmp_path, straight)
-    # Complete: nothing is left to go on from but the model, and saying so changes nothing.
     assert find_kept(tmp_path / "scratch") == ((), ())
+
+
+def test_a_complete_run_is_not_trained_anew(tmp_path: Path) -> None:
+    run(tmp_path, plan=ALL_ON_DISK, save_steps=None)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="the run is complete: 6 steps are done and its model"):
+        run(tmp_path, resume=ResumeNewest(), plan=ALL_ON_DISK, save_steps=None)
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert after == before
     assert find_leftovers(tmp_path / "scratch") == ()

@@ -242,7 +242,7 @@ class DiskTier:
         used = None if mine is None else mine.names
         names = next(names for names in NAMES if names != used)
         if keeping is None:
-            self._file = folder.create_file(names[0], self.size_bytes)
+            self._file = self._create(folder, names[0])
             return
         header = {
             **keeping.description,
@@ -256,7 +256,7 @@ class DiskTier:
             self._record = open_record(mine.record)
         else:
             layout = read_layout(header)
-            self._file = folder.create_file(names[0], self.size_bytes)
+            self._file = self._create(folder, names[0])
             self._record = create_record(
                 folder.file_path(names[1]),
                 header,
@@ -270,3 +270,16 @@ class DiskTier:
             recorded=mine.entry if mine is not None and self._difference is None else None,
             fixed=layout.fixed,
         )
+
+    def _create(self, folder: ScratchSpace, name: str) -> StateFile:
+        try:
+            return folder.create_file(name, self.size_bytes)
+        except StorageError as error:
+            if self._resumed is None:
+                raise
+            raise StorageError(
+                error.what,
+                where=f"{error.where}\nbeside {self._resumed.file}, whose states it takes over",
+                fix=f"{error.fix};\nor resume as before, with the plan and the machine file of"
+                " the run folder: that needs no second file",
+            ) from error

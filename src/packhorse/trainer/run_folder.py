@@ -32,6 +32,7 @@ from packhorse.checkpoint.folders import (
     verify_checkpoint,
 )
 from packhorse.checkpoint.kept_run import verify_kept
+from packhorse.checkpoint.tensor_files import INDEX_NAME, MODEL_NAME
 from packhorse.errors import FileFormatError, InputError, StorageError
 from packhorse.storage.durable import write_durably
 from packhorse.storage.folder_lock import FolderLock, lock_folder
@@ -243,6 +244,22 @@ def _refuse_away(unreadable: tuple[Unreadable, ...], scratch: Path) -> None:
     for each in unreadable:
         if each.may_return:
             raise refuse_unreadable(each, scratch)
+
+
+def refuse_complete(folder: Path, num_steps: int) -> None:
+    """Refuse to train a finished run anew only because nothing of it is left to go on from.
+
+    Raises:
+        InputError: all steps are in metrics.jsonl and the model is saved.
+    """
+    is_saved = any((folder / name).is_file() for name in (MODEL_NAME, INDEX_NAME))
+    if is_saved and _count_finished(folder, ()) >= num_steps:
+        raise InputError(
+            f"the run is complete: {num_steps} steps are done and its model is saved",
+            where=f"output_dir: {folder}",
+            fix="nothing is left to do; to train it anew, choose another output_dir, or remove"
+            " this one yourself;\nto train on from its weights, name it as model_name_or_path",
+        )
 
 
 def clear_leftovers(folder: Path) -> tuple[Path, ...]:

@@ -28,6 +28,7 @@ from packhorse.trainer.frozen_values import FrozenValues, ValueSource
 from packhorse.trainer.model_sources import CONFIG_NAME
 from packhorse.trainer.numerics import describe_numerics, list_changes
 from packhorse.trainer.preparation import PreparedRun
+from packhorse.trainer.run_folder import refuse_complete
 from packhorse.trainer.save_sizes import size_tensors
 from packhorse.trainer.session import Session
 
@@ -75,6 +76,14 @@ class RunSaver:
     def model_bytes(self) -> int:
         """Size of the model at the end."""
         return self._sizes.model_bytes
+
+    def refuse_complete(self) -> None:
+        """Refuse to begin a run anew that is complete.
+
+        Raises:
+            InputError: all its steps are done and its model is saved.
+        """
+        refuse_complete(self._prepared.recipe.run_folder, self._prepared.data.num_steps)
 
     def ensure_space(self, *, first_step: int, num_steps: int) -> None:
         """Refuse a run whose checkpoints and final model will not fit on the disk.

@@ -46,6 +46,7 @@ def fill_states(
     """Fill every state; give the number of finished steps, and notes.
 
     Raises:
+        InputError: the run is complete, and nothing is left to go on from.
         MismatchError: what is resumed is of another model, data or optimizer.
         FileFormatError: a state is missing or a file is damaged.
         StorageError: the disk is full or fails.
@@ -66,6 +67,7 @@ def fill_states(
         notes.append(f"resumed from {beginning.checkpoint} after step {saved.run.step}")
         return saved.run.step, notes
     if not isinstance(resume, StartFresh):
+        saver.refuse_complete()
         notes.append("there is no state to resume from, so the run begins at step 1")
     session.begin(weights)
     return 0, notes
