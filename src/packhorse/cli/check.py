@@ -246,7 +246,7 @@ def _judge_timeline(path: Path) -> Verdict:
     _check_spans(timeline, path)
     return Verdict(
         what=f"a {timeline.source} timeline of {len(timeline.spans)} tasks,"
-        f" {format_ns(timeline.makespan_ns)}",
+        f" {format_ns(timeline.step_ns)}",
         checked=("format", "tasks of a lane follow one another", "memory follows time"),
     )
 
