@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from packhorse.program.buffers import Pool, PoolId
 from packhorse.runtime.memory.heap import open_holes, seal_holes, set_heap_mode, settle_heap
+from packhorse.runtime.memory.process_heap import ProcessHeap
 from packhorse.units import KIB, MIB
 
 
@@ -54,9 +56,9 @@ def test_a_settled_heap_holds_what_is_used_next_without_growing(libc: ctypes.CDL
     blocks = [libc.malloc(8 * MIB) for _ in range(16)]
     for block in blocks[::2]:
         libc.free(block)
-    sealed = settle_heap(64 * MIB, 16 * MIB)
+    sealed = settle_heap(64 * MIB, 8 * MIB)
     before = resident_bytes()
-    for size_bytes in (12 * MIB, 16 * MIB, 3 * MIB, 7 * MIB):
+    for size_bytes in (12 * MIB, 8 * MIB, 3 * MIB, 7 * MIB):
         used = [libc.malloc(size_bytes) for _ in range(48 * MIB // size_bytes)]
         for block in used:
             ctypes.memset(block, 1, size_bytes)
@@ -66,3 +68,36 @@ def test_a_settled_heap_holds_what_is_used_next_without_growing(libc: ctypes.CDL
     open_holes(sealed)
     for block in blocks[1::2]:
         libc.free(block)
+
+
+def test_large_blocks_of_a_kept_heap_leave_no_holes_for_small_ones(libc: ctypes.CDLL) -> None:
+    set_heap_mode("keep")
+    before = resident_bytes()
+    small: list[int] = []
+    for _ in range(8):
+        large = libc.malloc(31 * MIB)
+        ctypes.memset(large, 1, 31 * MIB)
+        libc.free(large)
+        small.append(libc.malloc(MIB))
+        ctypes.memset(small[-1], 1, MIB)
+    assert resident_bytes() - before < 64 * MIB  # one large and eight small ones
+    for block in small:
+        libc.free(block)
+
+
+def test_free_pages_go_before_the_process_outgrows_what_is_granted(libc: ctypes.CDLL) -> None:
+    granted = Pool(id=PoolId("heap"), tier="device", capacity_bytes=64 * MIB)
+    heap = ProcessHeap("keep", [granted])
+    before = resident_bytes()
+    blocks = [libc.malloc(4 * MIB) for _ in range(12)]
+    for block in blocks:
+        ctypes.memset(block, 1, 4 * MIB)
+    fence = libc.malloc(1024)  # the heap's end stays where it is
+    for block in blocks:
+        libc.free(block)
+    heap.make_room(8 * MIB)  # served from what is free
+    assert resident_bytes() - before > 40 * MIB
+    heap.make_room(32 * MIB)  # comes on top
+    assert resident_bytes() - before < 8 * MIB
+    libc.free(fence)
+    heap.close()

@@ -28,7 +28,6 @@ from packhorse.program.buffers import (
 )
 from packhorse.program.tasks import Backward, Forward, Recompute
 from packhorse.runtime.memory.chunks import ChunkMemory
-from packhorse.runtime.memory.heap import KEEP_BELOW_BYTES, trim_heap
 from packhorse.runtime.noise import NoiseKey, draw_noise
 
 Payload = tuple[Tensor, ...]
@@ -46,11 +45,21 @@ class _BlockArguments:
 
 
 class BodyRunner:
-    """Runs forward, recompute and backward bodies of a traced model."""
+    """Runs forward, recompute and backward bodies of a traced model.
+
+    Args:
+        make_room: called with the workspace of a body before it runs.
+    """
 
     def __init__(
-        self, traced: Traced, layout: Layout, memory: ChunkMemory, device: torch.device
+        self,
+        traced: Traced,
+        layout: Layout,
+        memory: ChunkMemory,
+        device: torch.device,
+        make_room: Callable[[int], None],
     ) -> None:
+        self._make_room = make_room
         self._traced = traced
         self._device = device
         self._unused = torch.empty(0, device=device)
@@ -81,6 +90,7 @@ class BodyRunner:
         """Run a forward; `key` None means evaluation, without dropout."""
         block, code = self._block(task.block)
         keeps = saved_id(task.block, task.microbatch) in task.writes
+        self._make_room(task.workspace_bytes)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
         if key is None:
             results = code.evaluate(*arguments)
@@ -100,6 +110,7 @@ class BodyRunner:
     ) -> dict[BufferId, Payload]:
         """Run a forward again for its saved values."""
         block, code = self._block(task.block)
+        self._make_room(task.workspace_bytes)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
         results = code.keep(*arguments, *self._noise(block.id, code, key))
         return {saved_id(task.block, task.microbatch): tuple(results[code.num_outputs :])}
@@ -107,10 +118,7 @@ class BodyRunner:
     def backward(self, task: Backward, visible: Visible) -> dict[BufferId, Payload]:
         """Run a backward; parameter gradients go into their chunks."""
         block, code = self._block(task.block)
-        if task.workspace_bytes >= KEEP_BELOW_BYTES and self._has_large_parameter(block):
-            # A gradient of that size is mapped, whatever the heap mode: what a kept heap holds of
-            # freed blocks cannot serve it and would come on top.
-            trim_heap()
+        self._make_room(task.workspace_bytes)
         backward = code.backward
         assert backward is not None, f"block {block.name} has no backward"
         variant = _choose_variant(block, backward, task)
@@ -149,12 +157,6 @@ class BodyRunner:
             if not set(own.grad_chunks[index]).isdisjoint(task.writes):
                 _require(own.grad_chunks[index], task.writes, block)
                 own.sinks[index].add_(tensor)
-
-    def _has_large_parameter(self, block: Block) -> bool:
-        return any(
-            parameter.numel() * parameter.element_size() >= KEEP_BELOW_BYTES
-            for parameter in self._arguments[block.id].parameters
-        )
 
     def _block(self, index: int) -> tuple[Block, BodyCode]:
         block = self._traced.model.blocks[index]

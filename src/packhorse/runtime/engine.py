@@ -37,10 +37,9 @@ from packhorse.runtime.emulation import Pace, PacedLanes
 from packhorse.runtime.executor import Executor
 from packhorse.runtime.hardware import make_lanes, make_tiers
 from packhorse.runtime.keeper import StepKeeper
-from packhorse.runtime.kept_heap import find_kept_bytes
 from packhorse.runtime.lanes import LanesStuckError
 from packhorse.runtime.memory.chunks import chunk_table
-from packhorse.runtime.memory.heap import open_holes, seal_holes, set_heap_mode, settle_heap
+from packhorse.runtime.memory.process_heap import ProcessHeap
 from packhorse.runtime.memory.spare import find_limits
 from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.payloads import Payloads
@@ -120,10 +119,6 @@ class Engine:
                     fix="make the plan again for this model",
                 )
         torch.set_num_threads(num_threads)
-        set_heap_mode(heap)
-        self._heap = heap
-        self._sealed = seal_holes() if heap == "map" else ()
-        self._settled = False
         self._failed = ""
         # When the last step had its values, while something of it is on its way.
         self._values_ns: int | None = None
@@ -151,11 +146,15 @@ class Engine:
         pools = programs["load"].pools
         self._tiers = make_tiers(self._layout, self._device, {pool.tier for pool in pools}, scratch)
         self._memory = self._tiers["device"]
+        own_tiers = {"host"} if self._device.type == "cuda" else {"device", "host"}
+        self._heap = ProcessHeap(heap, (pool for pool in pools if pool.tier in own_tiers))
         lanes = make_lanes(programs.values(), self._device, num_threads)
         self._paced = None if pace is None else PacedLanes(lanes, pace)
         self._executor = Executor(
             program=programs["load"],
-            runner=BodyRunner(traced, self._layout, self._memory, self._device),
+            runner=BodyRunner(
+                traced, self._layout, self._memory, self._device, self._heap.make_room
+            ),
             memory=self._memory,
             tiers=ChunkTiers(
                 self._layout,
@@ -270,7 +269,7 @@ class Engine:
         def update(chunk: ChunkId, tensors: Mapping[str, Tensor], norm: Tensor | None) -> None:
             self._update(chunk, tensors, norm, step, learning_rate)
 
-        self._settled = True  # its heap is as large
+        self._heap.keep_as_is()  # it is as large as that of an evaluation
         run, result = self._step("train_step", feeds, step=step, update=update)
         self._values_ns = None if self._executor.is_idle else time.perf_counter_ns()
         self._unseen.append((run, completed))
@@ -295,11 +294,8 @@ class Engine:
         The first one lets a kept heap take its pages, so that many batches peak where few do.
         """
         self.settle()
-        if self._heap == "keep" and not self._settled:
-            prepared = self._prepared["evaluate"]
-            kept_bytes = find_kept_bytes(prepared.program, prepared.proof)
-            self._sealed += settle_heap(*kept_bytes)
-        self._settled = True
+        prepared = self._prepared["evaluate"]
+        self._heap.settle(prepared.program, prepared.proof)
         run, result = self._step("evaluate", feeds, step=None, update=NO_WORK.update)
         self._complete(run)
         return result
@@ -316,8 +312,7 @@ class Engine:
         does not come back keeps its memory and the file: it may still write.
         """
         self._failed = self._failed or "it was closed"
-        open_holes(self._sealed)
-        self._sealed = ()
+        self._heap.close()
         try:
             self._executor.quiesce()
         except LanesStuckError:

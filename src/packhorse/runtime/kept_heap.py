@@ -1,6 +1,6 @@
 """How large a kept heap may become while a program runs.
 
-In: a program and its proof. Out: bytes. Blocks from 32 MiB on are mapped and given back in either
+In: a program and its proof. Out: bytes. Blocks from 16 MiB on are mapped and given back in either
 heap mode, so only smaller ones count; they leave holes, so they get room for more than is live.
 """
 
@@ -20,7 +20,7 @@ ROOM: Final = 2
 def find_kept_bytes(program: Program, proof: Proof) -> tuple[int, int]:
     """Find what the heap should take at once, within what the proof grants its pool.
 
-    A workspace of 32 MiB or more is taken for blocks that are mapped.
+    A workspace of 16 MiB or more is taken for blocks that are mapped.
 
     Returns:
         Bytes in all, and in one piece.
