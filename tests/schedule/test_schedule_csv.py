@@ -8,7 +8,7 @@ import io
 import pytest
 from hypothesis import given
 
-from packhorse.errors import FileFormatError
+from packhorse.errors import FileFormatError, RuleError
 from packhorse.schedule.csv_text import format_csv, parse_csv
 from packhorse.schedule.proof import check_schedule
 from packhorse.schedule.spec import Backward, Forward, InputGrad, Schedule, WeightGrad
@@ -64,20 +64,41 @@ def test_torch_reads_it_and_finds_it_right(name: str) -> None:
     assert found == {stage: ranks[0] for stage, ranks in schedule.placement.items()}
 
 
-@pytest.mark.parametrize(
-    ("torch_name", "name"), [("ScheduleZBVZeroBubble", "zb-v"), ("ScheduleDualPipeV", "dualpipe-v")]
-)
-def test_torch_lists_of_the_v_are_ours(torch_name: str, name: str) -> None:
+def list_torch(torch_name: str, *, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    """What torch computes for four ranks, dumped as torch dumps it and read by us."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     kind = getattr(schedules, torch_name)
-    num_ranks, num_microbatches = 4, 10
     maker = kind.__new__(kind)
-    maker.pp_group_size, maker.num_stages = num_ranks, 2 * num_ranks
-    maker._num_stages, maker._n_microbatches = 2 * num_ranks, num_microbatches
+    maker.pp_group_size, maker.n_local_stages = 4, stages_per_rank
+    maker._stages = [None] * stages_per_rank
+    maker.num_stages = maker._num_stages = 4 * stages_per_rank
+    maker._n_microbatches = num_microbatches
+    maker.number_of_rounds = max(1, num_microbatches // 4)
+    maker.microbatches_per_round = num_microbatches // maker.number_of_rounds
     text = io.StringIO()
     writer = csv.writer(text)
-    for rank in range(num_ranks):
-        writer.writerow(maker._calculate_single_rank_operations(rank))
-    schedule = parse_csv(text.getvalue())
-    check_schedule(schedule)
-    assert schedule == make_even(name, num_ranks, num_microbatches)
+    writer.writerows(maker._calculate_single_rank_operations(rank) for rank in range(4))
+    return parse_csv(text.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("torch_name", "name", "num_microbatches"),
+    [
+        ("ScheduleZBVZeroBubble", "zb-v", 10),
+        ("ScheduleZBVZeroBubble", "zb-v", 3),
+        ("ScheduleDualPipeV", "dualpipe-v", 11),
+        ("ScheduleInterleaved1F1B", "interleaved", 12),
+    ],
+)
+def test_torch_lists_are_ours(torch_name: str, name: str, num_microbatches: int) -> None:
+    listed = list_torch(torch_name, stages_per_rank=2, num_microbatches=num_microbatches)
+    assert listed == make_even(name, 4, num_microbatches)
+
+
+def test_torch_lists_that_are_not_ours_are_judged() -> None:
+    check_schedule(
+        list_torch("ScheduleInterleavedZeroBubble", stages_per_rank=2, num_microbatches=8)
+    )
+    # Backwards last in, first out: right for torch, but with other sums.
+    with pytest.raises(RuleError, match="rule order: rank 0 computes 4B6 after 4B7"):
+        check_schedule(list_torch("ScheduleLoopedBFS", stages_per_rank=2, num_microbatches=8))
