@@ -68,6 +68,7 @@ def main() -> int:
         result = session.train_step(
             model_inputs(batch), denominator=batch.num_items, step=1, learning_rate=1e-5
         )
+        session.settle()
         take_peak("training")
     prediction = planned.plan.prediction
     assert prediction is not None
