@@ -67,9 +67,7 @@ FAMILIES: Final[Mapping[str, NamedFamily]] = {
     "zb-v": FixedStages(make=make_zb_v, stages_per_rank=2, about="no idle inside, on a V"),
     "v-half": FixedStages(make=make_v_half, stages_per_rank=2, about="half of 1f1b's memory"),
     "v-min": FixedStages(make=make_v_min, stages_per_rank=2, about="third of 1f1b's memory"),
-    "dualpipe-v": FixedStages(
-        make=make_dualpipe_v, stages_per_rank=2, about="in pairs, on a V"
-    ),
+    "dualpipe-v": FixedStages(make=make_dualpipe_v, stages_per_rank=2, about="in pairs, on a V"),
 }
 
 
