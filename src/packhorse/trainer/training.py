@@ -231,7 +231,7 @@ class _Run:
                 with self.signals.giving_up(allowed=self.session.keeps_step(step - 1)):
                     report = self._train_step(step, num_in_process=step - finished)
                     self.session.finish_step(self.saver.describe_state(step))
-                    if self.signals.name is not None:
+                    if self.signals.name is not None or self._waits_after(step):
                         self.session.settle()
             except GivenUpError:
                 kept = self.session.give_up(step - 1)
@@ -316,7 +316,7 @@ class _Run:
             learning_rate=learning_rate,
             completed=partial(self._look_at, num_in_process),
         )
-        if step == data.num_steps or self._evaluates_after(step) or self._saves_after(step):
+        if self._waits_after(step):
             self.session.settle()
         step_s = (time.perf_counter_ns() - result.began_ns) / 1e9
         report = StepReport(
@@ -387,6 +387,11 @@ class _Run:
         last = step == self.prepared.data.num_steps
         return interval is not None and (last or _is_due(step, interval))
 
+    def _waits_after(self, step: int) -> bool:
+        # Then a step is complete and its commit on its way: what goes wrong next costs nothing.
+        last = step == self.prepared.data.num_steps
+        return last or self._evaluates_after(step) or self._saves_after(step)
+
     def _is_evaluated(self, step: int) -> bool:
         return not self._evaluates_after(step) or self.folder.has_evaluation(step)
 
@@ -451,7 +456,6 @@ class _Run:
                 where=str(self.folder.path),
                 fix=self.go_on,
             )
-        fix = self.go_on
         if saved_step != step or recipe.save_only_model:
             if self.session.keeps:
                 self.session.keep_now(self.saver.describe_state(step))
@@ -460,14 +464,14 @@ class _Run:
                     f"stopped by {self.signals.name} after step {step} of"
                     f" {self.prepared.data.num_steps}; its state is kept in the scratch folder",
                     where=str(self.session.scratch_path),
-                    fix=fix,
+                    fix=self.go_on,
                 )
             self._save_checkpoint(step)
+        fix = "save_only_model leaves nothing to resume from; begin from the saved weights"
         if not recipe.save_only_model:
+            fix = self.go_on
             self.session.discard_kept()
         self.folder.write_log(f"stopped by {self.signals.name} after step {step}")
-        if recipe.save_only_model:
-            fix = "save_only_model leaves nothing to resume from; begin from the saved weights"
         return StoppedError(
             f"stopped by {self.signals.name} after step {step} of"
             f" {self.prepared.data.num_steps}; the state is saved",
