@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -303,7 +303,8 @@ class Engine:
     def quiesce(self) -> None:
         """Let what runs now end and drop the rest; the engine can only be closed."""
         self._failed = self._failed or "it was given up"
-        self._executor.quiesce()
+        with suppress(LanesStuckError):  # what a stuck lane still writes counts for nothing
+            self._executor.quiesce()
 
     def close(self) -> None:
         """Give all memory back, and the scratch file, but for one that keeps a step.
