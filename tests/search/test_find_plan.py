@@ -93,7 +93,7 @@ def test_as_fast_as_exhaustive_search(pins, optimizer, num_layers):
         plan = search(candidates, make_machine(budget), total=1, optimizer=optimizer, pins=pins)
         assert need(plan) <= budget
         # A cache of what would leave is chosen afterwards and may be quicker still.
-        assert plan.prediction.step_ns <= best_ns * 1.03
+        assert plan.prediction.step_ns <= best_ns * 1.02
     least = search(candidates, total=1, optimizer=optimizer, pins=pins, how=smallest_plan)
     assert need(least) == smallest
 
