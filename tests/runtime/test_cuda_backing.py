@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import pytest
 
@@ -104,6 +105,45 @@ def test_ranges_that_share_a_granule_hold_it_together() -> None:
     assert sorted(driver.mapped) == [BASE + GRAIN, BASE + 2 * GRAIN]
     backing.drop(3 * half, GRAIN)
     assert not driver.mapped
+
+
+def test_threads_may_commit_ranges_that_share_a_granule() -> None:
+    class SlowDriver(BookkeepingDriver):
+        def cuMemCreate(self, handle, size, properties, flags) -> int:
+            # Long enough for the other thread to come by, if nothing holds it.
+            entered.set()
+            passed.wait(0.05)
+            return super().cuMemCreate(handle, size, properties, flags)
+
+    entered, passed = threading.Event(), threading.Event()
+    driver = SlowDriver()
+    backing = CudaBacking(4 * GRAIN, device=3, driver=driver)
+    half = GRAIN // 2
+    first = threading.Thread(target=backing.commit, args=(0, half))
+    first.start()
+    entered.wait()
+    backing.commit(half, half)
+    passed.set()
+    first.join()
+    assert (len(driver.mapped), driver.num_created) == (1, 1)
+    backing.drop(0, half)
+    assert len(driver.mapped) == 1
+    backing.drop(half, half)
+    assert not driver.mapped
+
+
+def test_a_device_that_has_failed_can_be_closed() -> None:
+    class BrokenDriver(BookkeepingDriver):
+        def cuMemUnmap(self, place, size) -> int:
+            return 700
+
+        def cuMemAddressFree(self, place, size) -> int:
+            return 700
+
+    backing = CudaBacking(4 * GRAIN, device=3, driver=BrokenDriver())
+    backing.commit(0, GRAIN)
+    backing.close()
+    backing.close()
 
 
 def test_a_full_device_says_what_this_process_holds() -> None:

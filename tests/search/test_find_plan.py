@@ -292,6 +292,13 @@ def test_a_pin_without_effect_is_refused():
     assert away(plan)["gradients"] == len(plan.chunks)
 
 
+def test_a_gpu_keeps_what_its_allocator_frees():
+    machine = replace(make_machine(), device="cuda")
+    assert search(make_candidates(), machine).heap.value == "keep"
+    with pytest.raises(RecipeError, match="the allocator of a GPU keeps"):
+        search(make_candidates(), machine, pins={"heap": "map"})
+
+
 def test_without_a_disk_only_recompute_saves_memory():
     machine = make_machine()
     machine = replace(machine, tiers=machine.tiers[:1], links=())

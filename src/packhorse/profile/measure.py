@@ -155,37 +155,54 @@ def resident_bytes() -> int:
 def _measure_body(traced: Traced, body: BodyId) -> BodyTime:
     block = next(b for b in traced.model.blocks if b.body == body)
     code = traced.code[body]
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
+        device = _device_of(code)
+        generator = torch.Generator(device).manual_seed(0)
         arguments = _make_arguments(traced, block.id, code, generator)
-        keep_ns, results = _time(lambda: code.keep(*arguments.flat))
-        discard_ns, _ = _time(lambda: code.discard(*arguments.flat))
+        keep_ns, results = _time(lambda: code.keep(*arguments.flat), device)
+        discard_ns, _ = _time(lambda: code.discard(*arguments.flat), device)
         backward_ns = 0
         backward = code.backward
         if backward is not None:
             flat = _backward_arguments(code, arguments, results, generator)
-            backward_ns, _ = _time(lambda: backward.first.graph(*flat))
+            backward_ns, _ = _time(lambda: backward.first.graph(*flat), device)
     return BodyTime(forward_ns=keep_ns, discard_ns=discard_ns, backward_ns=backward_ns)
 
 
-def _time(run: Callable[[], Sequence[Tensor]]) -> tuple[int, Sequence[Tensor]]:
+def _device_of(code: BodyCode) -> torch.device:
+    """Where a body runs: its graph was traced for that device."""
+    holders = (node for node in code.keep.graph.nodes if node.op == "placeholder")
+    fake: Tensor = next(holders).meta["val"]
+    return fake.device
+
+
+def _time(
+    run: Callable[[], Sequence[Tensor]], device: torch.device
+) -> tuple[int, Sequence[Tensor]]:
     results = run()
     best_ns: int | None = None
     for _ in range(RUNS):
         del results
+        _finish(device)
         begin_ns = time.perf_counter_ns()
         results = run()
+        _finish(device)
         taken_ns = time.perf_counter_ns() - begin_ns
         best_ns = taken_ns if best_ns is None else min(best_ns, taken_ns)
     assert best_ns is not None
     return best_ns, results
 
 
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _make_arguments(
     traced: Traced, block: BlockId, code: BodyCode, generator: torch.Generator
 ) -> _Arguments:
     holders = [node for node in code.keep.graph.nodes if node.op == "placeholder"]
-    constants = traced.constants[block]
+    constants = tuple(tensor.to(generator.device) for tensor in traced.constants[block])
     num_parameters = len(traced.model.blocks[block].parameters)
     first_input, first_noise = num_parameters + len(constants), len(holders) - len(code.noise)
     return _Arguments(
@@ -216,7 +233,7 @@ def _backward_arguments(
 def _make_like(node: fx.Node, generator: torch.Generator) -> Tensor:
     """Small random numbers; zeros for integers, which are valid tokens and labels everywhere."""
     fake: Tensor = node.meta["val"]
-    made = torch.zeros(fake.shape, dtype=fake.dtype)
+    made = torch.zeros(fake.shape, dtype=fake.dtype, device=generator.device)
     if not fake.is_floating_point():
         return made
     if not fake.dim():

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import assert_never
 
 import torch
@@ -61,7 +62,7 @@ from packhorse.program.tasks import (
 from packhorse.program.text import format_task
 from packhorse.runtime.bodies import BodyRunner, Payload
 from packhorse.runtime.dependencies import History, Place
-from packhorse.runtime.lanes import Lanes, LanesStuckError
+from packhorse.runtime.lanes import DeviceFailedError, Lanes, LanesStuckError
 from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.ledger import Ledger
 from packhorse.runtime.noise import NoiseKey
@@ -199,7 +200,8 @@ class Executor:
             del start_ns, end_ns
             del self._pending[number]
 
-        self._lanes.submit(number, lane, _naming(work, lambda: what), done, after)
+        with self._told():
+            self._lanes.submit(number, lane, _naming(work, lambda: what), done, after)
         return number
 
     def _submit(
@@ -224,7 +226,9 @@ class Executor:
             self._end_complete()
 
         self._pending[number] = describe
-        self._lanes.submit(number, run.prepared.lanes[index], _naming(do, describe), done, after)
+        lane = run.prepared.lanes[index]
+        with self._told():
+            self._lanes.submit(number, lane, _naming(do, describe), done, after)
 
     def _end_complete(self) -> None:
         """End the programs that are complete, in their order."""
@@ -233,10 +237,24 @@ class Executor:
 
     def _wait(self) -> None:
         """Block until one more task has completed."""
-        try:
+        with self._told():
             self._lanes.wait_any()
+
+    @contextmanager
+    def _told(self) -> Generator[None]:
+        """Tell errors of lanes, which know tasks by their numbers, with the tasks' names."""
+        try:
+            yield
         except LanesStuckError as error:
             raise self._stuck(error) from error
+        except DeviceFailedError as error:
+            raise RunFailedError(
+                f"the device failed: {error}",
+                where=f"lane {error.lane}, {self._pending[error.index]()}",
+                fix="if its memory ran out: end other programs on it, grant a larger budget, or set"
+                " PYTORCH_ALLOC_CONF=expandable_segments:True; else look at the kernel log, and"
+                " set CUDA_LAUNCH_BLOCKING=1 to find the kernel",
+            ) from error
 
     def _note(self) -> None:
         at_ns = time.perf_counter_ns()
@@ -249,7 +267,8 @@ class Executor:
             check_against_proof(prepared.proof, index, task, self._replay.used_bytes)
         except AuditError:
             # What an earlier task, still running, may raise tells more.
-            self._lanes.wait_all()
+            with self._told():
+                self._lanes.wait_all()
             raise
 
     def _reserve(self, task: Task, program: Program) -> tuple[Place, ...]:

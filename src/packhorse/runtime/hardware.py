@@ -1,12 +1,14 @@
 """What a device is run with: its tiers of memory, and its lanes.
 
 In: a device, and what the programs need. Out: `ChunkMemory` per tier, `Lanes`. On a CPU both tiers
-are this process's memory, in ranges of their own.
+are this process's memory, in ranges of their own. On a CUDA device every lane has a stream, and
+what is not states of chunks comes from torch's allocator, which gets a limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Generator, Iterable
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from packhorse.runtime.memory.backing import HostBacking
 from packhorse.runtime.memory.chunks import ChunkMemory
 from packhorse.runtime.memory.cuda import CudaBacking
 from packhorse.runtime.openmp import release_team
+from packhorse.runtime.streams import CudaStream, StreamLanes
 from packhorse.storage.scratch_space import Scratch
 
 
@@ -35,9 +38,11 @@ def make_tiers(
         scratch: says whether the disk wants the memory of this process in huge pages.
     """
     is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.init()  # the driver's calls need it
     huge_pages = not isinstance(scratch, Scratch) or scratch.huge_pages
     in_memory = partial(HostBacking, huge_pages=huge_pages)
-    on_device = partial(CudaBacking, device=device.index or 0) if is_cuda else in_memory
+    on_device = partial(CudaBacking, device=_index_of(device)) if is_cuda else in_memory
     made: dict[TierName, ChunkMemory] = {"device": ChunkMemory(layout, on_device)}
     if "host" in tiers:
         made["host"] = ChunkMemory(layout, partial(in_memory, pinned=is_cuda))
@@ -46,9 +51,40 @@ def make_tiers(
 
 def make_lanes(programs: Iterable[Program], device: torch.device, num_threads: int) -> Lanes:
     """Make lanes of their own where something is moved, else the caller's thread for all."""
-    if device.type == "cuda":
-        return InlineLanes(partial(torch.cuda.synchronize, device))
+    lanes: Lanes = InlineLanes()
     if any(has_transfers(program.tasks) for program in programs):
         release_team()  # from now on the compute lane's thread computes
-        return ThreadLanes(prepare=partial(torch.set_num_threads, num_threads))
-    return InlineLanes()
+        lanes = ThreadLanes(prepare=partial(_prepare_thread, device, num_threads))
+    if device.type == "cuda":
+        return StreamLanes(lanes, partial(CudaStream, _index_of(device)))
+    return lanes
+
+
+@contextmanager
+def limited_allocator(device: torch.device, limit_bytes: int) -> Generator[None]:
+    """Hold torch's allocator on a CUDA device to so many bytes; on a CPU there is nothing to hold.
+
+    Blocks that are idle in it count. At its limit it gives those back and tries again; a task that
+    needs more then fails. States of chunks do not come from it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    index = _index_of(device)
+    torch.cuda.empty_cache()
+    _, total_bytes = torch.cuda.mem_get_info(index)
+    torch.cuda.set_per_process_memory_fraction(min(limit_bytes / total_bytes, 1.0), index)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
+
+
+def _prepare_thread(device: torch.device, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(_index_of(device))  # driver calls of this thread need its context
+
+
+def _index_of(device: torch.device) -> int:
+    return device.index or 0

@@ -1,9 +1,9 @@
 """Lanes: where tasks run. Each lane is first in, first out.
 
 In: work in program order, each with the places of the tasks it must follow. Out: completions.
-`InlineLanes` runs every lane on the caller's thread and waits for the device, so that a task is
-complete when `submit` returns. `ThreadLanes` has a thread for each lane, so that disk, copies and
-compute run beside each other; the caller only issues and waits.
+`InlineLanes` runs every lane on the caller's thread, so that a task is complete when `submit`
+returns. `ThreadLanes` has a thread for each lane, so that disk, copies and compute run beside each
+other; the caller only issues and waits. `runtime/streams.py` puts a device's streams under either.
 """
 
 from __future__ import annotations
@@ -34,6 +34,15 @@ class LanesStuckError(Exception):
         self.what = what
         self.running = dict(running)
         super().__init__(what)
+
+
+class DeviceFailedError(Exception):
+    """The device failed in the work of task `index`, or had no memory left for it."""
+
+    def __init__(self, index: int, lane: Lane, error: RuntimeError) -> None:
+        self.index = index
+        self.lane = lane
+        super().__init__(str(error).partition("\n")[0])
 
 
 class Lanes(Protocol):
@@ -68,22 +77,13 @@ class Lanes(Protocol):
 
 
 class InlineLanes:
-    """Every lane on the caller's thread.
-
-    Args:
-        synchronize: waits until the device has done what was asked of it; nothing on CPU.
-    """
-
-    def __init__(self, synchronize: Work | None = None) -> None:
-        self._synchronize = synchronize
+    """Every lane on the caller's thread."""
 
     def submit(self, index: int, lane: Lane, work: Work, done: Done, after: Sequence[int]) -> None:
         """Run the work now; what it must follow has run already."""
         del index, lane, after
         begin_ns = time.perf_counter_ns()
         work()
-        if self._synchronize is not None:
-            self._synchronize()
         done(begin_ns, time.perf_counter_ns())
 
     def wait_any(self) -> bool:

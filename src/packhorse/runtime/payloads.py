@@ -96,7 +96,7 @@ class Payloads:
             self._disk.read(buffer.id, found.data_ptr())
             self.keep(buffer, (found.to(device),), task.target)
             return
-        self.keep(buffer, tuple(tensor.to(device, copy=True) for tensor in source), task.target)
+        self.keep(buffer, tuple(_copy(tensor, device) for tensor in source), task.target)
 
     def _write(self, buffer: Buffer, tensor: Tensor) -> None:
         assert tensor.storage_offset() == 0, f"{buffer.id} does not begin with its bytes"
@@ -136,3 +136,9 @@ class Payloads:
             payloads = [payload for held, payload in self._held.items() if held != place]
         tensors: list[Tensor] = [tensor for payload in payloads for tensor in payload]
         return {key for tensor in tensors for key, _ in storages_of(tensor)}
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    # To and from pinned memory a copy runs at the link's rate, beside what the device computes.
+    pinned = tensor.is_cuda and device.type == "cpu"
+    return torch.empty_like(tensor, device=device, pin_memory=pinned).copy_(tensor)

@@ -38,7 +38,8 @@ def list_settings(problem: Problem, candidates: Sequence[Candidate]) -> tuple[Se
         raise ValueError("there is no candidate to search")
     _check_pins(problem, candidates)
     usable = _filter(problem, candidates)
-    heaps: tuple[HeapMode, ...] = ("keep", "map")
+    # A GPU's allocator keeps what is freed, and is held to a pool of its own.
+    heaps: tuple[HeapMode, ...] = ("keep",) if problem.machine.device != "cpu" else ("keep", "map")
     if problem.pins.heap is not None:
         heaps = (problem.pins.heap,)
     lengths = Lengths(problem)
@@ -164,6 +165,12 @@ def _check_pins(problem: Problem, candidates: Sequence[Candidate]) -> None:
             "does not have",
             where="recipe: plan.boundaries",
             fix=f"pin to {_join(there)}, or grant a budget for {pins.boundaries}",
+        )
+    if pins.heap == "map" and problem.machine.device != "cpu":
+        raise RecipeError(
+            "the heap is pinned to map, but the allocator of a GPU keeps what is freed",
+            where="recipe: plan.heap",
+            fix="leave it out",
         )
     if pins.stride is not None and "host" not in there:
         raise RecipeError(

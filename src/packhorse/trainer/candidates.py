@@ -34,6 +34,7 @@ from packhorse.profile.measure import (
 )
 from packhorse.profile.spec import Profile
 from packhorse.runtime.memory.heap import set_heap_mode, trim_heap
+from packhorse.trainer.device_memory import measure_device_base
 from packhorse.units import MIB, format_ns
 
 # Called with what is done next, its index, and the number of parts.
@@ -130,7 +131,7 @@ def trace_candidates(
         microbatch_rows: pinned rows of a micro-batch.
         loss_chunk_tokens: pinned chunk of the loss, "whole", or None to offer both.
         limit_s: seconds that measuring may take; 0, a machine that is not this one, or a device
-            that is not the CPU take analytic estimates.
+            that is not here take analytic estimates.
         baseline_bytes: `measure_baseline()` of before; without it `base_bytes` stays 0.
         progress: called before each part.
 
@@ -160,11 +161,12 @@ def trace_candidates(
     # Traced graphs refer to themselves: what is not kept goes now.
     gc.collect()
     trim_heap()
-    held = 0 if baseline_bytes is None else max(0, resident_bytes() - baseline_bytes)
-    profiles, said = _profile_all([t for t, _ in traced], machine, limit_s, held_bytes=held)
-    trim_heap()
     # From before measuring, so that it does not depend on what there was time and room for.
-    base = 0 if baseline_bytes is None else held + LATER_BYTES
+    base = 0 if baseline_bytes is None else _measure_base(exported.device, baseline_bytes)
+    profiles, said = _profile_all([t for t, _ in traced], machine, limit_s, base_bytes=base)
+    trim_heap()
+    if exported.device != "cpu":
+        torch.cuda.empty_cache()
     return Candidates(
         entries=tuple(
             TracedCandidate(
@@ -272,16 +274,24 @@ def _trace(
     )
 
 
+def _measure_base(device: str, baseline_bytes: int) -> int:
+    """What the device tier holds beside the ledger: of this process, or of a GPU's own memory."""
+    if device != "cpu":
+        return measure_device_base(torch.device(device))
+    return max(0, resident_bytes() - baseline_bytes) + LATER_BYTES
+
+
 def _profile_all(
-    traced: Sequence[Traced], machine: Machine, limit_s: float, *, held_bytes: int
+    traced: Sequence[Traced], machine: Machine, limit_s: float, *, base_bytes: int
 ) -> tuple[list[Profile], list[str]]:
     estimated = [estimate_profile(found.model, machine) for found in traced]
-    if limit_s <= 0 or machine.source != "probe" or machine.device != "cpu":
+    is_here = machine.source == "probe" and _here(machine.device) == machine.device
+    if limit_s <= 0 or not is_here:
         return estimated, ["block times are estimated from the machine's rates, not measured"]
     device = machine.tier("device")
     memory_bytes = None
     if device is not None:
-        memory_bytes = max(0, int((device.budget_bytes - held_bytes) * _MEASURE_SHARE))
+        memory_bytes = max(0, int((device.budget_bytes - base_bytes) * _MEASURE_SHARE))
     deadline = time.monotonic() + limit_s
     # Around all of them: one alone may be over before the clocks have ticked.
     began = read_core_clocks()

@@ -7,6 +7,7 @@ states handed to whoever saves them. A session is the same for a recipe and for 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -32,10 +33,12 @@ from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.disk import Keeping
 from packhorse.runtime.emulation import Pace
 from packhorse.runtime.engine import Engine, ParameterPiece
+from packhorse.runtime.hardware import limited_allocator
 from packhorse.runtime.step_result import StepResult
 from packhorse.storage.kept_state import KeptState
 from packhorse.storage.scratch_space import Scratch
 from packhorse.timeline.spec import Timeline
+from packhorse.trainer.device_memory import find_allocator_bytes
 from packhorse.trainer.weights import WeightSource
 from packhorse.verifier.rules import verify_program
 
@@ -103,23 +106,28 @@ class Session:
             for program in self.programs.values()
             for buffer in program.buffers.values()
         )
-        self._engine = Engine(
-            traced=traced,
-            programs=self.programs,
-            proofs=self.proofs,
-            optimizer=optimizer,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-            scratch=scratch if uses_disk else None,
-            num_threads=plan.numerics.num_threads,
-            heap=plan.heap.value,
-            device=plan.numerics.device,
-            pace=pace,
-            audit=audit,
-            keeping=keeping,
-            resumed=resumed,
-            watch=watch,
-        )
+        device = torch.device(plan.numerics.device)
+        limit_bytes = find_allocator_bytes(plan, self.programs["load"])
+        with ExitStack() as held:
+            held.enter_context(limited_allocator(device, limit_bytes))
+            self._engine = Engine(
+                traced=traced,
+                programs=self.programs,
+                proofs=self.proofs,
+                optimizer=optimizer,
+                max_grad_norm=max_grad_norm,
+                seed=seed,
+                scratch=scratch if uses_disk else None,
+                num_threads=plan.numerics.num_threads,
+                heap=plan.heap.value,
+                device=plan.numerics.device,
+                pace=pace,
+                audit=audit,
+                keeping=keeping,
+                resumed=resumed,
+                watch=watch,
+            )
+            self._held = held.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +138,8 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._engine.__exit__(kind, error, trace)
+        with self._held:
+            self._engine.__exit__(kind, error, trace)
 
     @property
     def layout(self) -> Layout:
@@ -355,7 +364,8 @@ class Session:
 
     def close(self) -> None:
         """Give all memory and the scratch space back."""
-        self._engine.close()
+        with self._held:
+            self._engine.close()
 
     def _cut(self, inputs: Mapping[str, Tensor], denominator: float) -> list[dict[str, Tensor]]:
         rows = self.plan.numerics.microbatch_rows.value

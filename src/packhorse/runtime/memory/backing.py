@@ -7,6 +7,7 @@ are given back.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any, Final, Protocol, cast
 
@@ -100,7 +101,9 @@ class HostBacking:
     def close(self) -> None:
         """Give everything back."""
         for offset in tuple(self._registered):
-            _ask_cuda("cudaHostUnregister", self.address + offset)
+            # A device that has failed answers nothing any more; what it did is told elsewhere.
+            with contextlib.suppress(RuntimeError):
+                _ask_cuda("cudaHostUnregister", self.address + offset)
         self._registered.clear()
         self._mapping.close()
 

@@ -8,18 +8,22 @@ In: a size and a device. Out: the same interface as on CPU, by the driver's virt
 
 The driver maps whole granules (2 MiB today). Ranges may share a granule at their ends: it stays
 mapped until the last of them is dropped. The caller has synchronised with whatever uses a range
-before it is dropped.
+before it is dropped: unmapping does not wait for kernels. Threads may commit and drop ranges at the
+same time, each its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from threading import Lock
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from packhorse.errors import RefusedError, RunFailedError
+from packhorse.runtime.memory.foreign import tensor_at
 from packhorse.units import format_bytes
 
 _SUCCESS: Final = 0
@@ -27,11 +31,6 @@ _OUT_OF_MEMORY: Final = 2
 _PINNED: Final = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: plain device memory
 _ON_DEVICE: Final = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE: Final = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-_TYPES: Final = {
-    torch.float32: "<f4",
-    torch.float16: "<f2",
-    torch.bfloat16: "<i2",  # the array interface has no bf16; the view is reinterpreted
-}
 
 
 class _Location(ctypes.Structure):
@@ -55,18 +54,6 @@ class _Access(ctypes.Structure):
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
-class _Exposed:
-    """What torch reads to make a tensor of memory that it does not own."""
-
-    def __init__(self, address: int, num_elements: int, typestr: str) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_elements,),
-            "typestr": typestr,
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 Driver = Any  # Any: a ctypes library has no type of its symbols
 
 
@@ -86,6 +73,8 @@ class CudaBacking:
         self._driver = ctypes.CDLL("libcuda.so.1") if driver is None else driver
         self._committed: dict[int, int] = {}
         self._granules: dict[int, tuple[ctypes.c_uint64, int]] = {}
+        # Lanes commit while the executor drops; two ranges may meet in a granule.
+        self._lock = Lock()
         self._grain = 0
         self._location = _Location(type=_ON_DEVICE, id=device)
         self._properties = _AllocationProperties(type=_PINNED, location=self._location)
@@ -116,9 +105,8 @@ class CudaBacking:
 
     def tensor(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
         """A 1-D view of a range of the device's memory."""
-        exposed = _Exposed(self._address + offset, size_bytes // dtype.itemsize, _TYPES[dtype])
-        view = torch.as_tensor(exposed, device=f"cuda:{self._location.id}")
-        return view if view.dtype == dtype else view.view(dtype)
+        device = torch.device("cuda", self._location.id)
+        return tensor_at(self._address + offset, size_bytes // dtype.itemsize, dtype, device)
 
     def commit(self, offset: int, size_bytes: int) -> None:
         """Map physical memory behind a range; one that is committed stays so.
@@ -126,27 +114,29 @@ class CudaBacking:
         Raises:
             RunFailedError: the device has no memory left: something else uses it.
         """
-        if offset in self._committed:
-            return
-        for granule in self._granules_of(offset, size_bytes):
-            handle, num_users = self._granules.get(granule, (None, 0))
-            self._granules[granule] = (handle or self._map(granule), num_users + 1)
-        self._committed[offset] = size_bytes
+        with self._lock:
+            if offset in self._committed:
+                return
+            for granule in self._granules_of(offset, size_bytes):
+                handle, num_users = self._granules.get(granule, (None, 0))
+                self._granules[granule] = (handle or self._map(granule), num_users + 1)
+            self._committed[offset] = size_bytes
 
     def drop(self, offset: int, size_bytes: int) -> None:
         """Unmap a range and release its memory; a range that is not committed stays so."""
         del size_bytes
-        held = self._committed.pop(offset, None)
-        if held is None:
-            return
-        for granule in self._granules_of(offset, held):
-            handle, num_users = self._granules.pop(granule)
-            if num_users > 1:
-                self._granules[granule] = (handle, num_users - 1)
-                continue
-            place = ctypes.c_uint64(self._address + granule)
-            self._call("cuMemUnmap", place, ctypes.c_size_t(self._grain))
-            self._call("cuMemRelease", handle)
+        with self._lock:
+            held = self._committed.pop(offset, None)
+            if held is None:
+                return
+            for granule in self._granules_of(offset, held):
+                handle, num_users = self._granules.pop(granule)
+                if num_users > 1:
+                    self._granules[granule] = (handle, num_users - 1)
+                    continue
+                place = ctypes.c_uint64(self._address + granule)
+                self._call("cuMemUnmap", place, ctypes.c_size_t(self._grain))
+                self._call("cuMemRelease", handle)
 
     def shrink(self, offset: int, size_bytes: int, keep_bytes: int) -> int:
         """Release the whole range: ranges share granules, which have no parts."""
@@ -157,12 +147,15 @@ class CudaBacking:
     def close(self) -> None:
         """Release everything, the addresses too."""
         for offset in tuple(self._committed):
-            self.drop(offset, 0)
-        if self._address:
-            self._call(
-                "cuMemAddressFree", ctypes.c_uint64(self._address), ctypes.c_size_t(self._size)
-            )
-            self._address = 0
+            # A device that has failed answers nothing any more; what it did is told elsewhere.
+            with contextlib.suppress(RefusedError):
+                self.drop(offset, 0)
+        address, self._address = self._address, 0
+        if address:
+            with contextlib.suppress(RefusedError):
+                self._call(
+                    "cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(self._size)
+                )
 
     def _granules_of(self, offset: int, size_bytes: int) -> range:
         return range(offset // self._grain * self._grain, offset + size_bytes, self._grain)
