@@ -60,6 +60,7 @@ from packhorse.units import format_ns
 
 NUM_KILLS: Final = 20
 NUM_QUICK_KILLS: Final = 4
+NUM_KEPT_KILLS: Final = 50
 STOP_LIMIT_S: Final = 20.0
 NUM_TIMED: Final = 3
 NUM_QUICK_TIMED: Final = 1
@@ -82,6 +83,9 @@ class Tally:
 def measure(bench: Bench) -> None:
     """Kill and resume; one table."""
     num_kills = bench.options.kills or (NUM_QUICK_KILLS if bench.quick else NUM_KILLS)
+    num_kept_kills = bench.options.kept_kills or (
+        NUM_QUICK_KILLS if bench.quick else NUM_KEPT_KILLS
+    )
     draw = random.Random(bench.options.seed)
     with tempfile.TemporaryDirectory(prefix="packhorse-crash-") as scratch:
         site = Site(Path(scratch))
@@ -107,7 +111,7 @@ def measure(bench: Bench) -> None:
         )
         others = [_change_plan(bench, site, references, place, draw) for place in PINS]
         stops = [_stop_and_resume(bench, site, references, place, draw) for place in PINS]
-        _measure_kept(bench, site, references, draw, num_kills)
+        _measure_kept(bench, site, references, draw, num_kept_kills)
         left = [path.name for path in (site.folder / "scratch").glob("*")]
         bench.add(
             "Other ends",
@@ -336,7 +340,8 @@ def _finish(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the bench's own options."""
-    parser.add_argument("--kills", type=int, help="how many times a run is killed")
+    parser.add_argument("--kills", type=int, help="how often runs with checkpoints are killed")
+    parser.add_argument("--kept-kills", type=int, help="how often runs that keep steps are killed")
     parser.add_argument("--seed", type=int, default=SEED, help="of the moments")
 
 
