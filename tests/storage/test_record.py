@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -78,6 +79,48 @@ def test_wherever_a_write_is_torn_the_entry_before_it_stands(tmp_path: Path) -> 
     found = read_record(path)
     assert found.entry == entry(2)
     assert found.damaged == ("entry 0 of record does not match its checksum",)
+
+
+def test_where_power_fails_no_step_before_the_last_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what was written since a flush, any part may be there or not."""
+    path = tmp_path / "record"
+    file = create_record(path, HEADER, num_buffers=2)
+    durable, found = path.read_bytes(), set[int | None]()
+    written: list[tuple[int, bytes]] = []
+    pwrite, fdatasync = os.pwrite, os.fdatasync
+
+    def fail_power(durable: bytes, parts: list[tuple[int, bytes]]) -> int | None:
+        content = bytearray(durable)
+        for place, part in parts:
+            content[place : place + len(part)] = part
+        after = tmp_path / "after"
+        after.write_bytes(content)
+        entry = read_record(after).entry
+        return None if entry is None else entry.step
+
+    def write(descriptor: int, block: bytes, place: int) -> int:
+        torn = [*written, (place, block[: len(block) // 2])]
+        found.update(fail_power(durable, parts) for parts in (written, torn, torn[-1:]))
+        written.append((place, block))
+        found.update(fail_power(durable, parts) for parts in (written, written[-1:]))
+        return pwrite(descriptor, block, place)
+
+    def flush(descriptor: int) -> None:
+        nonlocal durable
+        fdatasync(descriptor)
+        durable = path.read_bytes()
+        written.clear()
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "fdatasync", flush)
+    file.add(entry(1))
+    for step in range(2, 6):
+        found.clear()
+        file.add(entry(step))
+        assert found == {step - 1, step}
+    file.close()
 
 
 def test_a_flipped_bit_never_brings_an_older_step_back(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The small file that says what a scratch file holds: which step, and which slot of each buffer.
 
     header    how the scratch file is laid out, and whose it is; written once
-    entry 0   written and flushed first, with a checksum and a rising number
-    entry 1   then the same again
+    entry 0   written and flushed, with a checksum and a rising number
+    entry 1   then the same again; flushed before entry 0 is written the next time
 
 A torn entry 0 leaves the step before in entry 1, and no later write has touched its slots. Once
 entry 0 is there, entry 1 no longer speaks of that step: whatever is damaged afterwards, what is
@@ -119,6 +119,9 @@ class RecordFile:
         if len(block) > self._entry_bytes:
             raise ValueError(f"an entry of {len(block)} bytes has room for {self._entry_bytes}")
         try:
+            # Where power fails, entry 1 may be as old as its last flush: two steps, whose slots
+            # have been written again. While entry 0 is in pieces it alone has to count.
+            os.fdatasync(self._descriptor)
             self._write(self._descriptor, block, self._start_bytes)
             os.fdatasync(self._descriptor)
             self._write(self._descriptor, block, self._start_bytes + self._entry_bytes)
