@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from packhorse.compiler.lower import lower_plan
-from packhorse.program.tasks import Copy
+from packhorse.program.tasks import Copy, Emit
 from packhorse.simulator.engine import INLINE, OVERLAPPED, simulate_program
 from packhorse.verifier.rules import verify_program
 from tests.support.models import make_model, make_plan
@@ -103,3 +103,18 @@ def test_a_step_behind_another_takes_as_long_as_each_of_many(clips):
     inline = simulate_program(program, costs=SlowDisk(), workers=INLINE, rounds=3)
     assert inline.since_ns == 0
     assert inline.step_ns == sum(SlowDisk().duration_ns(task) for task in program.tasks)
+
+
+def test_steps_that_hand_out_nothing_run_into_each_other_too():
+    """A program that was changed by hand is still simulated."""
+    plan = make_plan(
+        make_model(),
+        parameters="disk",
+        optimizer="disk",
+        budget_bytes={"device": 1 << 26, "disk": 1 << 30},
+    )
+    program = lower_plan(plan, make_model(), "train_step")
+    silent = tuple(task for task in program.tasks if not isinstance(task, Emit))
+    program = replace(program, tasks=silent)
+    timeline = simulate_program(program, costs=SlowDisk(), workers=OVERLAPPED, rounds=2)
+    assert len(timeline.spans) == len(silent)

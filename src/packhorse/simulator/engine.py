@@ -219,7 +219,7 @@ def _run(
     for index, footprint in chain.from_iterable(repeat(tuple(enumerate(ordered)), rounds)):
         if not index and ends_ns:
             # Whoever runs steps looks at the values of one before the next.
-            issue_ns = max(issue_ns, *(ends_ns[at] for at in emits))
+            issue_ns = max((issue_ns, *(ends_ns[at] for at in emits)))
             since_ns = max(ends_ns)
             starts_ns, ends_ns = [], []
         issue_ns = ledger.reserve(index, footprint, issue_ns)
