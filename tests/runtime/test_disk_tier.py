@@ -17,6 +17,7 @@ from packhorse.program.buffers import Buffer, BufferId, PoolId
 from packhorse.runtime.disk import DiskTier, Keeping
 from packhorse.storage.kept_check import find_stale
 from packhorse.storage.kept_state import KeptState, find_kept, open_kept, remove_kept
+from packhorse.storage.record import RecordFile
 from packhorse.storage.scratch_folder import find_leftovers
 from packhorse.storage.scratch_space import Scratch, ScratchPart
 
@@ -130,6 +131,26 @@ def test_kept_state_is_refused_to_who_does_not_resume_it(
     ((kept,), _) = find_kept(tmp_path)
     remove_kept(kept)
     DiskTier(BUFFERS, tmp_path, newcomer).close()
+
+
+def test_kept_state_that_cannot_be_opened_now_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskTier(BUFFERS, tmp_path, keeping()) as disk:
+        write(disk, PARAM, 1)
+        disk.commit(5, {})
+    ((kept,), _) = find_kept(tmp_path)
+
+    def fail(path: Path) -> RecordFile:
+        raise StorageError("too many open files", where=str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("packhorse.runtime.disk.open_record", fail)
+        with pytest.raises(StorageError, match="too many open files"):
+            DiskTier(BUFFERS, tmp_path, keeping(), kept)
+    assert find_kept(tmp_path) == ((kept,), ())
+    with DiskTier(BUFFERS, tmp_path, keeping(), kept) as again:
+        assert read(again, PARAM) == 1
 
 
 def test_another_layout_gets_a_file_of_its_own_beside_the_resumed_one(tmp_path: Path) -> None:

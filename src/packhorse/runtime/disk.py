@@ -34,8 +34,8 @@ from packhorse.storage.page_marks import mark_pages
 from packhorse.storage.record import (
     Json,
     create_record,
-    first_difference,
     open_record,
+    same_header,
 )
 from packhorse.storage.scratch_space import (
     Scratch,
@@ -101,7 +101,7 @@ class DiskTier:
         self._slots: Slots | None = None
         self._record = None
         self._resumed = resumed
-        self._difference: str | None = None
+        self._is_reopened = False
         self._discarded = False
         if not sizes:
             return
@@ -159,7 +159,7 @@ class DiskTier:
     @property
     def is_reopened(self) -> bool:
         """Whether the resumed file itself is in use, with all states of its step in place."""
-        return self._resumed is not None and self._difference is None and self.keeps
+        return self._is_reopened
 
     def read(self, buffer: BufferId, address: int) -> None:
         """Read a buffer's newest bytes to an address; blocks until they are there."""
@@ -211,14 +211,18 @@ class DiskTier:
             # What was recorded before a failed commit still stands, and goes on standing.
             with suppress(StorageError):
                 self._slots.settle()
-        self._close_files()
-        if self._folder is not None:
-            self._folder.close()
-            self._folder = None
+        try:
+            self._close_files()
+        finally:
+            if self._folder is not None:
+                self._folder.close()
+                self._folder = None
 
     def _close_files(self) -> None:
-        stays = self.recorded_step is not None and not self._discarded
-        source = None if self.is_reopened else self._resumed
+        # What is resumed stays, also where it could not be opened as a whole.
+        keeps_step = self.recorded_step is not None or self._is_reopened
+        stays = keeps_step and not self._discarded
+        source = None if self._is_reopened else self._resumed
         if self._record is not None:
             self._record.close() if stays else self._record.remove()
             self._record = None
@@ -248,10 +252,10 @@ class DiskTier:
             **keeping.description,
             **describe_layout(folder, self._extents, fixed),
         }
-        if mine is not None:
-            self._difference = first_difference(mine.header, header)
-        if mine is not None and self._difference is None:
-            layout = mine.layout
+        recorded = None
+        if mine is not None and same_header(mine.header, header):
+            self._is_reopened = True
+            layout, recorded = mine.layout, mine.entry
             self._file = folder.open_file(mine.names[0], self.size_bytes)
             self._record = open_record(mine.record)
         else:
@@ -267,7 +271,7 @@ class DiskTier:
             layout.in_slots,
             flush=self._file.flush,
             record=self._record,
-            recorded=mine.entry if mine is not None and self._difference is None else None,
+            recorded=recorded,
             fixed=layout.fixed,
         )
 

@@ -19,7 +19,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeGuard, cast
@@ -311,12 +311,6 @@ def _damaged(path: Path, how: str) -> FileFormatError:
 def same_header(first: Json, second: Json) -> bool:
     """Whether two headers describe the same scratch file of the same run."""
     return _canonical(first) == _canonical(second)
-
-
-def first_difference(first: Json, second: Json) -> str | None:
-    """The first key in which two headers differ, None when they are the same."""
-    keys: Sequence[str] = sorted({*first, *second})
-    return next((k for k in keys if _canonical(first.get(k)) != _canonical(second.get(k))), None)
 
 
 def _canonical(value: object) -> str:
