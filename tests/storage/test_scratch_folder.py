@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from packhorse.errors import InputError
+from packhorse.errors import InputError, StorageError
+from packhorse.storage.record import create_record
 from packhorse.storage.scratch_folder import LOCK_NAME, claim_scratch, clean_scratch, find_leftovers
 from packhorse.storage.scratch_space import Scratch, ScratchPart, claim_space
 
@@ -84,6 +85,27 @@ def test_a_full_disk_keeps_nobody_from_what_has_its_space_already(
         claim_scratch(tmp_path / "other")
     claimed.close()
     claim_scratch(tmp_path / "other").close()
+
+
+def test_a_drive_that_takes_no_more_writes_is_told_and_held_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed = claim_scratch(tmp_path)
+    file = claimed.create_file("states", 8192)
+    record = create_record(claimed.file_path("record"), {}, num_buffers=1)
+
+    def refuse(_path: Path, *, missing_ok: bool = False) -> None:
+        del missing_ok
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        for remove in (file.remove, record.remove, claimed.remove_files):
+            with pytest.raises(StorageError, match=r"cannot remove .*: Read-only file system"):
+                remove()
+        claimed.close()
+    with claim_scratch(tmp_path) as again:
+        assert len(again.remove_files()) == 2
 
 
 def test_a_folder_that_is_named_twice_is_told(tmp_path: Path) -> None:

@@ -40,8 +40,10 @@ class FolderLock:
         """Free the folder. Closing twice is harmless."""
         if self._descriptor is not None:
             # Removed while the lock is still held: whoever opened it meanwhile sees that its file
-            # is no longer the one at this path, and tries again.
-            self._path.unlink(missing_ok=True)
+            # is no longer the one at this path, and tries again. Where it cannot be removed, as on
+            # a drive that takes no more writes, it locks nothing once it is closed.
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = None
 

@@ -141,11 +141,19 @@ class RecordFile:
             self._descriptor = None
 
     def remove(self) -> None:
-        """Close the file and delete it, unless another file took its path."""
+        """Close the file and delete it, unless another file took its path.
+
+        Raises:
+            StorageError: it may not be deleted.
+        """
         is_there = self._is_there()
         self.close()
-        if is_there:
-            self._path.unlink(missing_ok=True)
+        try:
+            if is_there:
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            doing = "remove the record of the scratch file"
+            raise explain_failure(error, self._path, doing) from error
 
     def _is_there(self) -> bool:
         if self._descriptor is None:

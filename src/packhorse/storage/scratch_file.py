@@ -163,13 +163,19 @@ class ScratchFile:
             self._descriptor = None
 
     def remove(self) -> None:
-        """Close the file and delete it, unless another file took its path."""
+        """Close the file and delete it, unless another file took its path.
+
+        Raises:
+            StorageError: it may not be deleted.
+        """
         self.close()
         try:
             if _identity(self._path.stat()) == self._identity:
                 self._path.unlink()
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise explain_failure(error, self._path, "remove the scratch file") from error
 
     def _open_descriptor(self) -> int:
         if self._descriptor is None:

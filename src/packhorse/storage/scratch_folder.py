@@ -15,6 +15,7 @@ from typing import Final, Self
 
 from packhorse.storage.folder_lock import FolderLock, lock_folder
 from packhorse.storage.scratch_file import ScratchFile, create_scratch_file, open_scratch_file
+from packhorse.storage.space import explain_failure
 
 LOCK_NAME: Final = ".packhorse-lock"
 _PREFIX: Final = "packhorse-"
@@ -73,10 +74,17 @@ class ScratchFolder:
         return open_scratch_file(self.file_path(name), size_bytes)
 
     def remove_files(self, *, but: Collection[Path] = ()) -> tuple[Leftover, ...]:
-        """Delete the scratch files here, `but` some, and tell which."""
+        """Delete the scratch files here, `but` some, and tell which.
+
+        Raises:
+            StorageError: one may not be deleted.
+        """
         leftovers = tuple(left for left in find_leftovers(self._path) if left.path not in but)
         for leftover in leftovers:
-            leftover.path.unlink(missing_ok=True)
+            try:
+                leftover.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise explain_failure(error, leftover.path, "remove a scratch file") from error
         return leftovers
 
     def close(self) -> None:
