@@ -12,6 +12,8 @@ from subjects import find_subject
 from bench.planned import PLACES, open_engine
 from bench.zoo import ZOO, make_steps
 from packhorse.errors import NonFiniteError
+from packhorse.runtime.executor import Executor
+from packhorse.runtime.lanes import LanesStuckError
 
 ON_DISK = replace(PLACES["all on disk"], activations=("recompute",))
 STEPS = make_steps(ZOO["llama"], num_steps=1, num_microbatches=2)
@@ -39,6 +41,26 @@ def test_the_first_block_with_a_bad_output_is_named(ways, layer: int, tmp_path: 
     text = str(caught.value)
     assert "the loss became nan in step 7" in text
     assert f"step 7, micro-batch 0, first in block model.layers.{layer}" in text
+
+
+def test_a_lane_that_does_not_end_keeps_no_bad_loss_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiesce = Executor.quiesce
+
+    def stick(executor: Executor) -> None:
+        quiesce(executor)
+        raise LanesStuckError("lane disk_write does not end", {"disk_write": 3})
+
+    subject = spoil("model.layers.0.mlp.down_proj.weight", float("nan"))
+    engine = open_engine(
+        subject, ON_DISK, num_microbatches=2, max_grad_norm=1.0, scratch=tmp_path, audit=False
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "quiesce", stick)
+        with pytest.raises(NonFiniteError, match="the loss became nan in step 7"):
+            engine.train_step(STEPS[0], step=7, learning_rate=1e-3)
+    engine.close()
 
 
 def test_a_bad_gradient_names_its_parameters_before_any_update(tmp_path: Path) -> None:

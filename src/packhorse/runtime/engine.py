@@ -366,7 +366,7 @@ class Engine:
                 self._executor.wait_for(run.first - 1)
         except SpoiltError as error:
             # Other lanes may be ahead; what is looked at below must not move any more.
-            self._executor.quiesce()
+            self.quiesce()
             assert step is not None
             model = self._traced.model
             if error.buffer == NORM:
