@@ -140,3 +140,29 @@ def test_a_failed_flush_is_told_and_records_nothing(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot flush"):
         slots.slot_to_write("a")
     assert read_record(path).entry is None
+
+
+def test_a_flush_that_does_not_end_is_told_and_not_waited_for_again(tmp_path: Path) -> None:
+    may_end = threading.Event()
+    path = tmp_path / "record"
+    slots = Slots(
+        NAMES,
+        flush=lambda: None if may_end.wait(30) else pytest.fail("nobody lets it end"),
+        record=create_record(path, {}, num_buffers=len(NAMES)),
+        recorded=None,
+        stuck_after_s=0.05,
+    )
+    slots.commit(1, {})
+    with pytest.raises(StorageError, match=r"not brought a finished step .* in 0\.05 s") as caught:
+        slots.settle()
+    assert str(path) in str(caught.value)
+    for ask in (slots.settle, lambda: slots.slot_to_write("a"), lambda: slots.commit(2, {})):
+        with pytest.raises(StorageError) as again:
+            ask()
+        assert again.value is caught.value
+    assert read_record(path).entry is None
+    may_end.set()
+    while slots.recorded_step is None:  # a drive that answers after all has lost nothing
+        threading.Event().wait(0.001)
+    slots.settle()
+    assert slots.recorded_step == 1

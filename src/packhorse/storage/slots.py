@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from packhorse.errors import StorageError
 from packhorse.storage.record import Entry, Json, RecordFile
 
 Flush = Callable[[], None]
+
+STUCK_AFTER_S: Final = 600.0
+"""A drive that does not bring its cache to the disk in so long is gone."""
 
 
 class Slots:
@@ -32,6 +36,7 @@ class Slots:
         record: where finished steps are recorded.
         recorded: the entry that the record holds, whose slots are read; None for a new file.
         fixed: buffers with one slot that are written before the first commit and stay.
+        stuck_after_s: how long a commit may take.
     """
 
     def __init__(
@@ -42,11 +47,13 @@ class Slots:
         record: RecordFile,
         recorded: Entry | None,
         fixed: Sequence[str] = (),
+        stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
         self._names = tuple(names)
         self._marked = (*names, *fixed)
         self._flush = flush
         self._record = record
+        self._stuck_after_s = stuck_after_s
         self._changed = threading.Condition()
         self._recorded_step = None if recorded is None else recorded.step
         begin = [0] * len(self._names) if recorded is None else list(recorded.slots)
@@ -77,7 +84,7 @@ class Slots:
         """The slot that a write goes to; blocks while a commit is in progress.
 
         Raises:
-            StorageError: the last commit failed.
+            StorageError: the last commit failed, or does not end.
         """
         with self._changed:
             self._wait()
@@ -102,7 +109,7 @@ class Slots:
         Blocks only while the last commit is still in progress.
 
         Raises:
-            StorageError: the last commit failed.
+            StorageError: the last commit failed, or does not end.
         """
         with self._changed:
             self._wait()
@@ -122,13 +129,22 @@ class Slots:
         """Block until the last commit is on the disk.
 
         Raises:
-            StorageError: it failed; what was recorded before it still stands.
+            StorageError: it failed, or does not end; what was recorded before it still stands.
         """
         with self._changed:
             self._wait()
 
     def _wait(self) -> None:
-        self._changed.wait_for(lambda: self._pending is None)
+        # Who knows that the drive is silent does not wait for it again.
+        if self._error is None and not self._changed.wait_for(
+            lambda: self._pending is None, timeout=self._stuck_after_s
+        ):
+            self._error = StorageError(
+                f"the drive has not brought a finished step to the disk in"
+                f" {self._stuck_after_s:g} s",
+                where=str(self._record.path),
+                fix="look at the drive and the kernel log, then resume",
+            )
         if self._error is not None:
             raise self._error
 
