@@ -110,6 +110,7 @@ def test_costs_and_caps_change_what_is_found(shell):
 def test_more_than_the_cap_is_refused(shell):
     done = shell("schedule", "gpipe", *SIZES, "--memory-cap", "8,8,7,8")
     assert done.code == 3
+    assert "1 rank saves more than it may" in done.err
     assert "rank 2 saves 8 and may save 7" in done.err
     assert done.out.startswith("gpipe: ")
     done = shell("schedule", "gpipe", *SIZES, "--memory-cap", 2, "--json")

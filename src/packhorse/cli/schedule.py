@@ -179,7 +179,9 @@ def _refuse_excess(peak_bytes: tuple[int, ...], costs: Costs, share_bytes: int) 
     excess = find_excess(peak_bytes, costs.cap_bytes)
     if excess:
         raise DoesNotFitError(
-            f"{len(excess)} ranks save more than they may",
+            "1 rank saves more than it may"
+            if len(excess) == 1
+            else f"{len(excess)} ranks save more than they may",
             where="\n".join(
                 f"rank {rank} saves {peak / share_bytes:.3g} and may save {cap / share_bytes:.3g}"
                 for rank, (peak, cap) in list(excess.items())[:8]
