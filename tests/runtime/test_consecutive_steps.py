@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -234,3 +236,16 @@ def test_a_timeline_is_waited_for_and_is_gone_with_its_engine(tmp_path: Path) ->
         assert first.disk_read_bytes > 0
     # A block that ends well has waited.
     assert first.timeline.spans
+
+
+@pytest.mark.parametrize("ways", [ON_DISK, PLACES["resident"]], ids=["disk", "resident"])
+def test_who_keeps_a_result_keeps_no_batch_with_it(ways: Ways, tmp_path: Path) -> None:
+    feeds = [Feed(feed, threading.Event()) for feed in STEPS[0]]
+    batch = weakref.ref(feeds[0])
+    with open_weave(ways, 1.0, tmp_path) as engine:
+        result = engine.train_step(feeds, step=1, learning_rate=1e-3)
+        engine.settle()
+        del feeds
+        gc.collect()
+        assert batch() is None
+        assert result.timeline.spans

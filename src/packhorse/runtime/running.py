@@ -175,9 +175,12 @@ class Running:
     def end(self, since_ns: int) -> int:
         """End a program that is complete, after all before it; gives the moment of the last end.
 
+        What came from outside is let go: whoever keeps a step's result keeps no batch with it.
+
         Args:
             since_ns: the last end of those before it.
         """
+        self.work = NO_WORK
         self._since_ns = since_ns
         return max((end_ns for _, _, end_ns in self._spans), default=since_ns)
 
