@@ -31,7 +31,7 @@ def clean_folder(
     """Remove what dead runs left behind; checkpoints stay."""
     from packhorse.checkpoint.folders import clean_leftovers
     from packhorse.cli.screen import Screen
-    from packhorse.storage.kept_state import find_kept
+    from packhorse.storage.kept_state import find_kept, remove_kept
     from packhorse.storage.scratch_folder import clean_scratch
     from packhorse.trainer.run_folder import claim_run
     from packhorse.units import format_bytes
@@ -43,7 +43,6 @@ def clean_folder(
         )
     scratch = [path, *_find_scratch(path)]
     kept, unreadable = find_kept(path)
-    files = [file for state in (*kept, *unreadable) for file in state.files]
     remains = find_remains(path, scratch)
     for each in remains:
         screen.show_text(f"{each.path}: {each.what}, {format_bytes(each.size_bytes)}\n")
@@ -55,8 +54,8 @@ def clean_folder(
         with claim_run(path):
             for folder in scratch:
                 clean_scratch(folder, but=_find_others(folder, scratch))
-            for file in files:
-                file.unlink(missing_ok=True)
+            for state in (*kept, *unreadable):
+                remove_kept(state)
             clean_leftovers(path)
         removed = True
         screen.show_text(f"removed, {format_bytes(total_bytes)} freed\n")
