@@ -45,7 +45,7 @@ from packhorse.program.tasks import (
     Task,
     Update,
 )
-from packhorse.simulator.crowding import ISSUE_NS, MOST_CROWDING, core_ns, is_crowded, is_team_work
+from packhorse.simulator.crowding import MOST_CROWDING, core_ns, is_crowded, is_team_work
 
 # What an interpreter spends around a task: tens of dictionary look-ups, two clock readings and a
 # ledger entry; a whole small body with its buffers was measured at 46 us.
@@ -135,9 +135,7 @@ class TaskCosts:
         tasks = self.program.tasks
         if not is_crowded(self.machine) or not has_transfers(tasks):
             return 1.0
-        copies = [task for task in tasks if isinstance(task, Copy)]
-        others_ns = ISSUE_NS * (len(tasks) - len(copies))
-        others_ns += sum(core_ns(task, self.program, self.machine) for task in copies)
+        others_ns = sum(core_ns(task, self.program, self.machine) for task in tasks)
         team_ns = sum(self.alone_ns(task) for task in tasks if is_team_work(task))
         return min(1 + others_ns / team_ns, MOST_CROWDING) if team_ns else 1.0
 
