@@ -167,3 +167,11 @@ def list_tensors(folder: Path) -> list[str]:
 
     with safe_open(str(folder / "model.safetensors"), "pt") as file:
         return list(file.keys())
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_model(tmp_path / "model")
+    assert find_model("~/model").folder == tmp_path / "model"
+    with pytest.raises(ModelError, match="there is no model at ~/other"):
+        find_model("~/other")

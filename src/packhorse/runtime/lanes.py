@@ -264,7 +264,8 @@ class ThreadLanes:
         """
         with self._lock:
             if self._error is not None:
-                self._error.add_note(f"then another lane failed: {error}")
+                if error is not self._error:
+                    self._error.add_note(f"then another lane failed: {error}")
                 return True
             self._error = error
             for waker in self._wakers.values():

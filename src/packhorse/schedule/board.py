@@ -72,7 +72,7 @@ class Board:
     def time(self, orders: Sequence[Sequence[int]]) -> int | None:
         """Give the makespan in ns; None where tasks wait for each other for ever."""
         ends_ns = self.ends_of(orders)
-        return None if ends_ns is None else max(0, *ends_ns)
+        return None if ends_ns is None else max(ends_ns, default=0)
 
     def ends_of(self, orders: Sequence[Sequence[int]]) -> list[int] | None:
         """Give the end of each code's task in ns, -1 for codes that are not there."""

@@ -25,7 +25,7 @@ def check_model_path(name_or_path: str) -> None:
     Raises:
         ModelError: says from where relative paths count.
     """
-    if not names_a_path(name_or_path) or Path(name_or_path).exists():
+    if not names_a_path(name_or_path) or Path(name_or_path).expanduser().exists():
         return
     raise ModelError(
         f"there is no model at {name_or_path}",

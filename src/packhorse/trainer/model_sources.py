@@ -45,7 +45,7 @@ def find_model(name_or_path: str) -> ModelSource:
         FileFormatError: a folder has no safetensors.
         InputError: a Hub id is given and huggingface_hub is not installed.
     """
-    path = Path(name_or_path)
+    path = Path(name_or_path).expanduser()
     if path.is_file():
         _check_config(path)
         return ModelSource(name=path.parent.name, folder=path.parent, config=path, weights=None)
