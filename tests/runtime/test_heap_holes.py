@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from pathlib import Path
 
 import pytest
 
-from packhorse.program.buffers import Pool, PoolId
-from packhorse.runtime.memory.heap import open_holes, seal_holes, set_heap_mode, settle_heap
+from packhorse.program.buffers import Buffer, BufferId, Layout, Pool, PoolId, saved_id
+from packhorse.program.program import Program
+from packhorse.program.tasks import Forward
+from packhorse.runtime.memory.heap import (
+    open_holes,
+    seal_holes,
+    set_heap_mode,
+    settle_heap,
+    trim_heap,
+)
 from packhorse.runtime.memory.process_heap import ProcessHeap
 from packhorse.units import KIB, MIB
 
@@ -36,7 +45,7 @@ def test_pages_of_a_large_block_go_when_it_is_freed(libc: ctypes.CDLL) -> None:
     for block in blocks[::2]:
         libc.free(block)
     set_heap_mode("map")
-    sealed = seal_holes()
+    sealed = seal_holes("map")
     assert sealed
     before = resident_bytes()
     used = [libc.malloc(MIB) for _ in range(24)]
@@ -85,8 +94,12 @@ def test_large_blocks_of_a_kept_heap_leave_no_holes_for_small_ones(libc: ctypes.
         libc.free(block)
 
 
+def make_forward(workspace_bytes: int, writes: tuple[BufferId, ...] = ()) -> Forward:
+    return Forward(block=0, microbatch=0, reads=(), writes=writes, workspace_bytes=workspace_bytes)
+
+
 def test_free_pages_go_before_the_process_outgrows_what_is_granted(libc: ctypes.CDLL) -> None:
-    granted = Pool(id=PoolId("heap"), tier="device", capacity_bytes=64 * MIB)
+    granted = Pool(id=PoolId("heap"), tier="device", capacity_bytes=72 * MIB)
     heap = ProcessHeap("keep", [granted])
     before = resident_bytes()
     blocks = [libc.malloc(4 * MIB) for _ in range(12)]
@@ -95,9 +108,66 @@ def test_free_pages_go_before_the_process_outgrows_what_is_granted(libc: ctypes.
     fence = libc.malloc(1024)  # the heap's end stays where it is
     for block in blocks:
         libc.free(block)
-    heap.make_room(8 * MIB)  # served from what is free
+    heap.make_room(make_forward(24 * MIB))  # served from what is free
     assert resident_bytes() - before > 40 * MIB
-    heap.make_room(32 * MIB)  # comes on top
+    heap.make_room(make_forward(64 * MIB))  # some of it comes on top
     assert resident_bytes() - before < 8 * MIB
+    libc.free(fence)
+    heap.close()
+
+
+def test_a_heap_that_outgrows_what_is_granted_is_mapped_from_then_on(libc: ctypes.CDLL) -> None:
+    granted = Pool(id=PoolId("heap"), tier="device", capacity_bytes=72 * MIB)
+    heap = ProcessHeap("keep", [granted])
+    before = resident_bytes()
+
+    def use_blocks() -> None:
+        blocks = [libc.malloc(4 * MIB) for _ in range(12)]
+        fence = libc.malloc(128 * KIB)
+        for block in blocks:
+            ctypes.memset(block, 1, 4 * MIB)
+            libc.free(block)
+        libc.free(fence)
+
+    use_blocks()
+    heap.make_room(make_forward(4 * MIB))
+    assert resident_bytes() - before > 40 * MIB  # what is granted, and kept
+    beside = mmap.mmap(-1, 24 * MIB)
+    for offset in range(0, 24 * MIB, mmap.PAGESIZE):
+        beside[offset] = 1
+    heap.make_room(make_forward(4 * MIB))  # served from what is free, but it is too much already
+    assert resident_bytes() - before < 28 * MIB
+    use_blocks()
+    assert resident_bytes() - before < 28 * MIB  # nothing is kept any more
+    beside.close()
+    heap.close()
+
+
+def test_what_a_body_leaves_counts_as_much_as_its_workspace(libc: ctypes.CDLL) -> None:
+    pool = Pool(id=PoolId("heap"), tier="device", capacity_bytes=MIB)
+    saved = Buffer(id=saved_id(0, 0), size_bytes=20 * MIB, pools={"device": pool.id}, home=None)
+    program = Program(
+        kind="train_step",
+        model="",
+        rank=0,
+        num_microbatches=1,
+        pools=(pool,),
+        workspace_pool=pool.id,
+        buffers={saved.id: saved},
+        layout=Layout(chunks=(), slots={}, dtypes={}),
+        tasks=(),
+    )
+    trim_heap()
+    heap = ProcessHeap("keep", [pool], [program], resident_bytes() + 48 * MIB)
+    before = resident_bytes()
+    blocks = [libc.malloc(4 * MIB) for _ in range(4)]
+    fence = libc.malloc(128 * KIB)
+    for block in blocks:
+        ctypes.memset(block, 1, 4 * MIB)
+        libc.free(block)
+    heap.make_room(make_forward(24 * MIB))
+    assert resident_bytes() - before > 12 * MIB
+    heap.make_room(make_forward(24 * MIB, (saved.id,)))
+    assert resident_bytes() - before < 4 * MIB
     libc.free(fence)
     heap.close()

@@ -20,6 +20,7 @@ from packhorse.profile.analytic import estimate_profile
 from packhorse.profile.measure import Measurement, measure_profile, scale_profile
 from packhorse.trainer import candidates
 from packhorse.trainer.candidates import (
+    BLOCK_RUN_BYTES,
     Candidates,
     TracingRequest,
     choose_rows,
@@ -181,3 +182,11 @@ def test_bodies_beyond_the_memory_are_not_run(tmp_path: Path):
     )
     assert some.num_measured == some.num_bodies == len(heard)
     assert torch.get_num_threads() == threads
+
+
+def test_a_process_holds_more_the_more_micro_batches_a_step_is_cut_into(tmp_path: Path):
+    entries = offer(tmp_path, 32, limit_s=0, baseline_bytes=0).entries
+    bases = {entry.traced.model.rows: entry.profile.base_bytes for entry in entries}
+    num_blocks = len(entries[0].traced.model.blocks)
+    assert bases[1] - bases[32] == 31 * num_blocks * BLOCK_RUN_BYTES
+    assert bases[16] - bases[32] == num_blocks * BLOCK_RUN_BYTES

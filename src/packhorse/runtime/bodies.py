@@ -26,7 +26,7 @@ from packhorse.program.buffers import (
     value_grad_id,
     value_id,
 )
-from packhorse.program.tasks import Backward, Forward, Recompute
+from packhorse.program.tasks import Backward, Forward, Recompute, Task
 from packhorse.runtime.memory.chunks import ChunkMemory
 from packhorse.runtime.noise import NoiseKey, draw_noise
 
@@ -48,7 +48,7 @@ class BodyRunner:
     """Runs forward, recompute and backward bodies of a traced model.
 
     Args:
-        make_room: called with the workspace of a body before it runs.
+        make_room: called with a task before its body runs.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class BodyRunner:
         layout: Layout,
         memory: ChunkMemory,
         device: torch.device,
-        make_room: Callable[[int], None],
+        make_room: Callable[[Task], None],
     ) -> None:
         self._make_room = make_room
         self._traced = traced
@@ -90,7 +90,7 @@ class BodyRunner:
         """Run a forward; `key` None means evaluation, without dropout."""
         block, code = self._block(task.block)
         keeps = saved_id(task.block, task.microbatch) in task.writes
-        self._make_room(task.workspace_bytes)
+        self._make_room(task)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
         if key is None:
             results = code.evaluate(*arguments)
@@ -110,7 +110,7 @@ class BodyRunner:
     ) -> dict[BufferId, Payload]:
         """Run a forward again for its saved values."""
         block, code = self._block(task.block)
-        self._make_room(task.workspace_bytes)
+        self._make_room(task)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
         results = code.keep(*arguments, *self._noise(block.id, code, key))
         return {saved_id(task.block, task.microbatch): tuple(results[code.num_outputs :])}
@@ -118,7 +118,7 @@ class BodyRunner:
     def backward(self, task: Backward, visible: Visible) -> dict[BufferId, Payload]:
         """Run a backward; parameter gradients go into their chunks."""
         block, code = self._block(task.block)
-        self._make_room(task.workspace_bytes)
+        self._make_room(task)
         backward = code.backward
         assert backward is not None, f"block {block.name} has no backward"
         variant = _choose_variant(block, backward, task)

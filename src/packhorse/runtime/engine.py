@@ -83,6 +83,7 @@ class Engine:
         watch: called between tasks; when it raises, the engine can only be closed.
         num_threads: intra-op threads of the compute lane.
         heap: how the C heap treats large blocks.
+        process_bytes: what this process may hold; None: what it holds now, and its pools.
         device: `cpu`, or a CUDA device, for which the model was traced.
         pace: how long tasks take on the machine that is emulated; None: as long as they take.
         audit: check every task against what it declares.
@@ -104,6 +105,7 @@ class Engine:
         scratch: Path | Scratch | None,
         num_threads: int,
         heap: Literal["keep", "map"],
+        process_bytes: int | None = None,
         device: str = "cpu",
         pace: Pace | None = None,
         audit: bool = False,
@@ -147,7 +149,8 @@ class Engine:
         self._tiers = make_tiers(self._layout, self._device, {pool.tier for pool in pools}, scratch)
         self._memory = self._tiers["device"]
         own_tiers = {"host"} if self._device.type == "cuda" else {"device", "host"}
-        self._heap = ProcessHeap(heap, (pool for pool in pools if pool.tier in own_tiers))
+        own = [pool for pool in pools if pool.tier in own_tiers]
+        self._heap = ProcessHeap(heap, own, programs.values(), process_bytes)
         lanes = make_lanes(programs.values(), self._device, num_threads)
         self._paced = None if pace is None else PacedLanes(lanes, pace)
         self._executor = Executor(

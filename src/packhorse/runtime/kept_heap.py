@@ -1,11 +1,12 @@
-"""How large a kept heap may become while a program runs.
+"""What lies in a kept heap, and how large it may become while a program runs.
 
-In: a program and its proof. Out: bytes. Blocks from 16 MiB on are mapped and given back in either
+In: programs and their proofs. Out: bytes. Blocks from 16 MiB on are mapped and given back in either
 heap mode, so only smaller ones count; they leave holes, so they get room for more than is live.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from packhorse.program.buffers import BufferId
@@ -15,6 +16,16 @@ from packhorse.runtime.memory.heap import KEEP_BELOW_BYTES
 
 # Blocks of a few sizes leave holes; with so much room for what is live at once the rest fits.
 ROOM: Final = 2
+
+
+def find_heap_buffers(programs: Iterable[Program]) -> Mapping[BufferId, int]:
+    """Sizes of the buffers that lie in the device's pool of workspaces."""
+    return {
+        buffer.id: buffer.size_bytes
+        for program in programs
+        for buffer in program.buffers.values()
+        if buffer.pools.get("device") == program.workspace_pool
+    }
 
 
 def find_kept_bytes(program: Program, proof: Proof) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from packhorse.graph.export import Exported, export_module, is_transformers_mode
 from packhorse.graph.trace import Traced, trace_blocks
 from packhorse.machine.contention import read_core_clocks
 from packhorse.machine.spec import Machine
+from packhorse.model.spec import Model
 from packhorse.profile.analytic import estimate_profile
 from packhorse.profile.measure import (
     Measurement,
@@ -35,7 +36,7 @@ from packhorse.profile.measure import (
 from packhorse.profile.spec import Profile
 from packhorse.runtime.memory.heap import set_heap_mode, trim_heap
 from packhorse.trainer.device_memory import measure_device_base
-from packhorse.units import MIB, format_ns
+from packhorse.units import KIB, MIB, format_ns
 
 # Called with what is done next, its index, and the number of parts.
 Progress = Callable[[str, int, int], None]
@@ -46,10 +47,12 @@ LARGE_LOGITS_BYTES: Final = 32 * MIB
 MEASURE_LIMIT_S: Final = 5.0
 # What measuring may hold at a time, of what the device's budget leaves.
 _MEASURE_SHARE: Final = 0.7
-# What comes after tracing: code and libraries that measuring, the search and the first step load,
-# programs and their proofs, an evaluation before the first step. Measured: 22 MiB without and 40
-# with evaluation, for a model of 30 blocks.
-LATER_BYTES: Final = 48 * MIB
+# What comes after tracing, whatever the step: code and libraries that measuring, the search and the
+# first step load, and an evaluation before the first step.
+LATER_BYTES: Final = 40 * MIB
+# What the tasks of one block in one micro-batch come to, about six: in programs and their proofs,
+# in how they are issued, in timelines and the text of those. Measured: 13 KiB a task.
+BLOCK_RUN_BYTES: Final = 72 * KIB
 # Logits, their log-softmax and its gradient exist together in float32.
 _LOGITS_BYTES_PER_TOKEN: Final = 4
 
@@ -171,7 +174,10 @@ def trace_candidates(
         entries=tuple(
             TracedCandidate(
                 traced=found,
-                profile=replace(profile, base_bytes=base),
+                profile=replace(
+                    profile,
+                    base_bytes=base and base + find_task_bytes(found.model, global_rows),
+                ),
                 loss_chunk_tokens=chunk,
             )
             for (found, chunk), profile in zip(traced, profiles, strict=True)
@@ -200,6 +206,11 @@ def trace_plan(
         module, small, compute_dtype=request.compute_dtype, device=_here(request.device)
     )
     return _trace(exported, request, rows, loss_chunk_tokens)
+
+
+def find_task_bytes(model: Model, global_rows: int) -> int:
+    """What the tasks of a whole step take: the smaller its micro-batches, the more there are."""
+    return len(model.blocks) * (global_rows // model.rows) * BLOCK_RUN_BYTES
 
 
 def choose_rows(global_rows: int, pinned: int | None = None) -> tuple[int, ...]:

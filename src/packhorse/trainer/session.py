@@ -58,6 +58,7 @@ class Session:
         owner: the run folder for which steps are kept as the plan says; None: none are.
         resumed: kept state of that run; see `is_reopened`.
         watch: called between tasks; when it raises, the session can only be closed.
+        baseline_bytes: what the process held before it planned; the budget comes on top of it.
 
     Raises:
         MismatchError: the plan was made for another model or shape.
@@ -80,6 +81,7 @@ class Session:
         owner: Path | None = None,
         resumed: KeptState | None = None,
         watch: Callable[[], None] = lambda: None,
+        baseline_bytes: int | None = None,
     ) -> None:
         check_plan(plan, traced.model)
         _check_optimizer(plan, optimizer, max_grad_norm)
@@ -120,6 +122,7 @@ class Session:
                 scratch=scratch if uses_disk else None,
                 num_threads=plan.numerics.num_threads,
                 heap=plan.heap.value,
+                process_bytes=_find_process_bytes(plan, baseline_bytes),
                 device=plan.numerics.device,
                 pace=pace,
                 audit=audit,
@@ -397,6 +400,13 @@ class Session:
             dtype = str(inputs[name].dtype).removeprefix("torch.")
             if dtype != value.dtype:
                 raise _other_batch(f"{name} is {dtype}, planned was {value.dtype}")
+
+
+def _find_process_bytes(plan: Plan, baseline_bytes: int | None) -> int | None:
+    """What the process may hold, where its memory is the device tier; a host tier is on top."""
+    if baseline_bytes is None or plan.numerics.device != "cpu":
+        return None
+    return baseline_bytes + plan.budget_bytes["device"] + plan.budget_bytes.get("host", 0)
 
 
 def _check_optimizer(plan: Plan, optimizer: Optimizer, max_grad_norm: float | None) -> None:

@@ -102,8 +102,7 @@ def train(
         resume: where to begin.
         observer: who watches.
         watch: asked after each step what there is to say of its timeline; that is noted.
-        baseline_bytes: `measure_baseline()` of before; what the process takes beyond it is
-            reported.
+        baseline_bytes: `measure_baseline()` of before; the budget comes on top, and is reported.
         pace: how long tasks take on the machine that is emulated; None: as long as they take.
         audit: check every task against what it declares (slow).
         go_on: the command that resumes the run, for who stops it.
@@ -140,6 +139,7 @@ def train(
                 owner=recipe.run_folder,
                 resumed=beginning.kept,
                 watch=signals.watch,
+                baseline_bytes=baseline_bytes,
             )
         )
         weights = prepared.open_weights()

@@ -45,8 +45,8 @@ def set_heap_mode(mode: Literal["keep", "map"]) -> bool:
     return all(accepted)
 
 
-def seal_holes() -> tuple[int, ...]:
-    """Occupy the large free blocks inside the heap, so that large requests are mapped.
+def seal_holes(mode: Literal["keep", "map"]) -> tuple[int, ...]:
+    """Occupy the large free blocks inside the heap, so that large requests are not served there.
 
     The C library looks for a free block before it maps a new one, and would never give back the
     pages of one that it finds in the midst of the heap, where planning leaves many. An occupied
@@ -60,7 +60,8 @@ def seal_holes() -> tuple[int, ...]:
         return ()
     libc.mallopt(_M_MMAP_THRESHOLD, KEEP_BELOW_BYTES)
     sealed = _occupy_holes(libc)
-    libc.mallopt(_M_MMAP_THRESHOLD, _MAP_FROM_BYTES)
+    if mode == "map":
+        libc.mallopt(_M_MMAP_THRESHOLD, _MAP_FROM_BYTES)
     return sealed
 
 
@@ -110,6 +111,35 @@ def trim_heap() -> None:
     libc = _load_allocator()
     if libc is not None:
         libc.malloc_trim(0)
+
+
+def free_heap_bytes() -> int:
+    """Bytes of the free blocks inside the heap, with pages or without; 0 where nobody counts."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return 0
+    libc.mallinfo2.restype = _Counts
+    counts: _Counts = libc.mallinfo2()
+    return int(counts.fordblks)
+
+
+class _Counts(ctypes.Structure):
+    # What mallinfo2 returns.
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
 
 
 def _occupy_holes(libc: ctypes.CDLL) -> tuple[int, ...]:

@@ -1,20 +1,22 @@
 """The C heap of this process while an engine lives: its mode, its room, and its limit.
 
-In: the plan's heap mode and the pools. Out: free pages go back to the system before they would come
-on top of what is granted. The ledger counts what lives; a heap that keeps what is freed holds more,
-and what it holds in pieces cannot serve a large block.
+In: the plan's heap mode, pools and programs, and what the process may hold. Out: a process within
+that. The ledger counts what lives; a heap that keeps what is freed holds more, and what it holds in
+pieces may serve none of the blocks of a body. A kept heap that would outgrow what is granted is
+mapped from then on: that costs time, and holds what lives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
-from packhorse.program.buffers import Pool
+from packhorse.program.buffers import BufferId, Pool
 from packhorse.program.program import Program, Proof
-from packhorse.runtime.kept_heap import find_kept_bytes
+from packhorse.program.tasks import Task, workspace_of, writes_of
+from packhorse.runtime.kept_heap import find_heap_buffers, find_kept_bytes
 from packhorse.runtime.memory.heap import (
-    KEEP_BELOW_BYTES,
+    free_heap_bytes,
     open_holes,
     seal_holes,
     set_heap_mode,
@@ -26,24 +28,44 @@ from packhorse.units import MIB
 
 # What was trimmed in vain is not trimmed again before the process has grown by so much.
 _REPEAT_BYTES: Final = 4 * MIB
+# What objects, other lanes and the kernel's own count may add while a body runs.
+_RESERVE_BYTES: Final = 4 * MIB
+# Blocks of other sizes leave half of what is free in a kept heap in pieces that serve no block of a
+# body; and what the body itself frees may serve none of its later ones: measured, a quarter of it.
+_USABLE: Final = 2
+_WASTED: Final = 4
 
 
 class ProcessHeap:
     """Sets the mode for the whole process; `close` opens the holes that it occupied.
 
     Args:
-        pools: those that are this process's memory; with what is resident now they are the limit.
-            None of them: there is no limit.
+        pools: those that are this process's memory; none of them: there is no limit.
+        programs: all that will run.
+        limit_bytes: what the process may hold as the kernel counts it; None: what it holds now and
+            the pools.
     """
 
-    def __init__(self, mode: Literal["keep", "map"], pools: Iterable[Pool]) -> None:
-        self._mode = mode
+    def __init__(
+        self,
+        mode: Literal["keep", "map"],
+        pools: Iterable[Pool],
+        programs: Iterable[Program] = (),
+        limit_bytes: int | None = None,
+    ) -> None:
+        self._mode: Literal["keep", "map"] = mode
         set_heap_mode(mode)
-        self._sealed = seal_holes() if mode == "map" else ()
+        self._sealed = seal_holes(mode)
         self._is_settled = mode == "map"
         granted_bytes = sum(pool.capacity_bytes for pool in pools)
         trim_heap()
-        self._limit_bytes = resident_bytes() + granted_bytes if granted_bytes else None
+        self._limit_bytes: int | None = None
+        if granted_bytes:
+            limit_bytes = limit_bytes or resident_bytes() + granted_bytes
+            self._limit_bytes = limit_bytes - _RESERVE_BYTES
+        # Free blocks that have no pages now: those too small to seal.
+        self._gone_bytes = free_heap_bytes()
+        self._sizes: Mapping[BufferId, int] = find_heap_buffers(programs) if mode == "keep" else {}
         self._repeat_bytes = 0
 
     def settle(self, program: Program, proof: Proof) -> None:
@@ -56,20 +78,32 @@ class ProcessHeap:
         """Do not settle it any more: what runs now takes as much."""
         self._is_settled = True
 
-    def make_room(self, workspace_bytes: int) -> None:
-        """Give free pages back if a task could otherwise take the process above its limit.
-
-        A workspace of large blocks is mapped, whatever the mode, and comes on top of what the heap
-        holds; a smaller one is served from it.
-        """
+    def make_room(self, task: Task) -> None:
+        """Give free pages back if a task could otherwise take the process above its limit."""
         if self._limit_bytes is None:
             return
-        mapped_bytes = workspace_bytes if workspace_bytes >= KEEP_BELOW_BYTES else 0
-        held_bytes = resident_bytes()
-        if held_bytes + mapped_bytes <= self._limit_bytes or held_bytes < self._repeat_bytes:
+        held_bytes, body_bytes = resident_bytes(), self._body_bytes(task)
+        if held_bytes + body_bytes <= self._limit_bytes or held_bytes < self._repeat_bytes:
             return
+        if self._mode == "keep":
+            free_bytes = max(0, free_heap_bytes() - self._gone_bytes)
+            new_bytes = max(0, body_bytes - free_bytes // _USABLE) + body_bytes // _WASTED
+            if held_bytes + new_bytes <= self._limit_bytes:
+                return
+            self._map()
         trim_heap()
         self._repeat_bytes = resident_bytes() + _REPEAT_BYTES
+
+    def _body_bytes(self, task: Task) -> int:
+        made_bytes = sum([self._sizes.get(buffer, 0) for buffer, _ in writes_of(task)])
+        return made_bytes + workspace_of(task)
+
+    def _map(self) -> None:
+        self._mode = "map"
+        set_heap_mode("map")
+        self._sealed += seal_holes("map")
+        self._is_settled = True
+        self._sizes = {}
 
     def close(self) -> None:
         """Open the holes."""
