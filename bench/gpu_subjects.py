@@ -160,7 +160,7 @@ def train_plainly(
             with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bf16):
                 loss = decoder(**part) / shape.num_microbatches
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         nn.utils.clip_grad_norm_(decoder.parameters(), max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -14,6 +14,7 @@ from rich.console import Console
 from bench import gpu
 from bench.gpu_subjects import MemoryWatch, Shape
 from bench.report import Bench, Figure
+from packhorse.errors import ModelError
 from packhorse.machine.catalogue import load_known_machine
 from packhorse.machine.emulation import slow_down
 from packhorse.machine.spec import Machine
@@ -142,6 +143,20 @@ def test_without_a_gpu_it_says_so_in_one_line(
     assert out == ""
     assert err.startswith("bench.gpu: torch finds no GPU here (")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [None, ModelError("it cannot be traced"), TypeError("None")])
+def test_attention_that_does_not_run_is_written_out(
+    bench: Bench, machine: Machine, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    def run_plan(*_: object, **__: object) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(gpu, "plan_for", lambda *_, **__: None)
+    monkeypatch.setattr(gpu, "run_plan", run_plan)
+    assert gpu.choose_attention(bench, machine) == (error is None)
+    assert bench.missed == (() if error is None else ("attention: torch's own",))
 
 
 def test_parts_that_there_is_no_time_for_are_missed(
