@@ -63,6 +63,7 @@ class Ways:
     order: Order = "depth_first"
     cache: CacheMode = "none"
     boundaries: TierName = "device"
+    offload: TierName = "disk"
     tied_sum: TiedSum = "per_microbatch"
 
 
@@ -178,6 +179,7 @@ def make_plan(
         order=_choose(ways.order),
         cache=_choose(ways.cache),
         boundaries=_choose(ways.boundaries),
+        offload=_choose(ways.offload),
         stride=_choose(ways.stride),
         prefetch=_choose(ways.prefetch),
     )

@@ -125,6 +125,28 @@ def test_activations_may_be_pinned_by_the_name_in_plan_files():
         read_pins({"activations": "keep", "recompute": "all"})
 
 
+def test_blocks_may_offload_by_pattern_and_the_rest_is_free():
+    pins = read_pins(
+        {"activations": {"layers.1": "keep", "layers.*": "offload"}, "offload": "host"}
+    )
+    assert pins.activation_of("layers.1") == "keep"
+    assert pins.activation_of("layers.2") == "offload"
+    assert pins.activation_of("embed") is None
+    assert pins.offload == "host"
+    assert pins.names == ("activations", "offload")
+    assert read_pins({"activations": "offload"}).activation_of("head") == "offload"
+    with pytest.raises(RecipeError, match="one choice"):
+        read_pins({"activations": {"layers.1": "offload"}, "recompute": "all"})
+    with pytest.raises(RecipeError, match="keep, recompute, offload"):
+        read_pins({"activations": {"layers.1": "swap"}})
+    with pytest.raises(RecipeError, match="keep, recompute, offload"):
+        read_pins({"activations": "swap"})
+    with pytest.raises(RecipeError, match="one of host, disk"):
+        read_pins({"offload": "device"})
+    with pytest.raises(RecipeError, match=r"nearest block is 'layers\.1'"):
+        read_pins({"activations": {"layer.1": "offload"}}).check(make_model())
+
+
 def test_several_workers_are_refused_where_there_is_one():
     assert read_pins({"num_workers": 1}).num_workers == 1
     with pytest.raises(RecipeError, match="one process is one worker"):

@@ -105,7 +105,9 @@ def plans():
         ).map(tuple),
         blocks=st.lists(
             st.builds(
-                BlockPlan, name=TEXT, activations=choices(st.sampled_from(["keep", "recompute"]))
+                BlockPlan,
+                name=TEXT,
+                activations=choices(st.sampled_from(["keep", "recompute", "offload"])),
             ),
             max_size=3,
         ).map(tuple),
@@ -124,6 +126,7 @@ def plans():
         ),
         scratch=st.none() | TEXT,
         drives=st.lists(DRIVES, max_size=2).map(tuple),
+        offload=choices(TIER),
         stride=choices(st.integers(0, 9)),
         prefetch=choices(st.integers(0, 9)),
     )

@@ -38,6 +38,12 @@ WAYS = {
     "resident": PLACES["resident"],
     "all on disk": ON_DISK,
     "recompute": replace(ON_DISK, activations=("recompute",), heap="map"),
+    "offload": Ways(
+        parameters=("disk", "device"),
+        activations=("offload", "offload", "recompute", "keep"),
+        heap="map",
+        prefetch=2,
+    ),
 }
 AWAY = replace(WAYS["recompute"], boundaries="disk")
 WORDS = AdamW(lr=3e-3)
@@ -201,9 +207,12 @@ def test_layers_draw_the_noise_of_their_micro_batches(tmp_path: Path) -> None:
         for ways in (
             Ways(tied_sum="per_step"),
             replace(WAYS["recompute"], order="layered", tied_sum="per_step"),
+            Ways(activations=("offload",), order="layered", tied_sum="per_step"),
+            Ways(activations=("offload", "keep"), offload="host", tied_sum="per_step"),
         )
     ]
-    assert find_differences(*curves) == ()
+    for other in curves[1:]:
+        assert find_differences(curves[0], other) == ()
 
 
 @pytest.mark.parametrize("clip", [1.0, None])

@@ -1,7 +1,8 @@
 """Every task of a real program deleted, repeated or swapped: verifier or audit name a task.
 
 The bench `bench.audit` goes through all of them; here one of each kind, and every fortieth, of its
-program and of one with updates in the host and the device in turns.
+program, of one with updates in the host and the device in turns, and of one that offloads what
+blocks save.
 """
 
 from __future__ import annotations
@@ -29,9 +30,19 @@ IN_TURNS = Ways(
     stride=3,
     activations=("recompute",),
 )
+OFFLOADED = Ways(
+    optimizer=("disk",),
+    activations=("recompute", "offload"),
+    offload="disk",
+    prefetch=1,
+)
 
 
-@pytest.fixture(scope="module", params=[ON_DISK, IN_TURNS], ids=["on disk", "in turns"])
+@pytest.fixture(
+    scope="module",
+    params=[ON_DISK, IN_TURNS, OFFLOADED],
+    ids=["on disk", "in turns", "offloaded"],
+)
 def ground(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Range:
     return make_range(tmp_path_factory.mktemp("scratch"), request.param)
 

@@ -52,7 +52,9 @@ def plans(draw, model):
         optimizer=draw(TIERS),
         update=draw(st.lists(st.sampled_from(["device", "host"]), min_size=1, max_size=3)),
         stride=draw(st.integers(0, 4)),
-        activations=draw(st.lists(st.sampled_from(["keep", "recompute"]), min_size=1, max_size=3)),
+        activations=draw(
+            st.lists(st.sampled_from(["keep", "recompute", "offload"]), min_size=1, max_size=3)
+        ),
         num_microbatches=draw(st.integers(1, 3)),
         compute_dtype="bfloat16" if master else "float32",
         clips=draw(st.booleans()),
@@ -61,5 +63,6 @@ def plans(draw, model):
         heap_slack=0.25,
         order=order,
         boundaries=draw(st.sampled_from(["device", "host", "disk"])),
+        offload=draw(st.sampled_from(["host", "disk"])),
         tied_sum=draw(st.sampled_from(tied_sums)),
     )

@@ -258,6 +258,7 @@ def make_plan(
     heap_slack: float = 0.0,
     order: Order = "depth_first",
     boundaries: TierName = "device",
+    offload: TierName = "disk",
     tied_sum: TiedSum = "per_microbatch",
 ) -> Plan:
     """Fit a plan to a model; a sequence of tiers or activations is repeated over the chunks.
@@ -313,6 +314,7 @@ def make_plan(
         prediction=None,
         order=_choice(order),
         boundaries=_choice(boundaries),
+        offload=_choice(offload),
         stride=_choice(stride),
     )
 

@@ -123,7 +123,7 @@ def test_several_scratch_folders_are_granted_each_its_own():
         ("gradient_checkpointing: true", "recompute"),
         ("deepspeed: ds.json", "optimizer: disk"),
         ("fsdp: full_shard", "parameters: disk"),
-        ("activation_offloading: true", "recompute"),
+        ("activation_offloading: true", "activations: offload"),
     ],
 )
 def test_what_the_plan_decides_names_the_pin(key: str, names: str):

@@ -112,7 +112,7 @@ def name_transients(
 def find_rests(
     plan: Plan, model: Model, layout: Layout, *, num_microbatches: int
 ) -> Mapping[BufferId, TierName]:
-    """The tier where each gradient and each value between blocks waits between its uses.
+    """The tier where gradients, values between blocks and saved values wait between their uses.
 
     States with a home wait there.
     """
@@ -126,7 +126,12 @@ def find_rests(
         for value in model.values.values()
         for index in range(num_microbatches)
     }
-    return {**gradients, **values}
+    saved: dict[BufferId, TierName] = {
+        saved_id(block.id, index): plan.offload.value
+        for block in model.blocks
+        for index in range(num_microbatches)
+    }
+    return {**gradients, **values, **saved}
 
 
 def size_pools(plan: Plan, heap_bytes: int, slot_bytes: int = 0) -> tuple[Pool, ...]:
@@ -211,9 +216,15 @@ def _activations(plan: Plan, model: Model, microbatch: int) -> Iterable[Buffer]:
             made = replace(made, pools={**made.pools, tier: PoolId(tier)})
         yield made
         yield _transient(plan, value_grad_id(value.id, microbatch), value.size_bytes)
-    for block in model.blocks:
+    last = len(model.blocks) - 1
+    for block, planned in zip(model.blocks, plan.blocks, strict=True):
         saved_bytes = model.bodies[block.body].saved_bytes
-        yield _transient(plan, saved_id(block.id, microbatch), saved_bytes)
+        saved = _transient(plan, saved_id(block.id, microbatch), saved_bytes)
+        # The last block's backward follows its forward: what it saves has no time to leave.
+        if planned.activations.value == "offload" and saved_bytes and block.id != last:
+            away = plan.offload.value
+            saved = replace(saved, pools={**saved.pools, away: PoolId(away)})
+        yield saved
     for parameter in _tied_parameters(model):
         size_bytes = parameter.num_elements * ITEM_BYTES[parameter.dtype]
         yield _transient(plan, tied_grad_id(parameter.name, microbatch), size_bytes)

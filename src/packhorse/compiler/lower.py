@@ -55,7 +55,8 @@ _KEPT_ORDERS: Final = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ordered:
     # Compute tasks in their order, with norms and updates, and what they touch beside states with
-    # a home: `transients` of it for any plan that has as large a heap and the same boundaries.
+    # a home: `transients` of it for any plan that has as large a heap, the same boundaries and
+    # blocks that offload.
     tasks: tuple[Task, ...]
     touched: frozenset[BufferId]
     transients: Mapping[BufferId, Buffer]
@@ -193,6 +194,7 @@ class Lowerer:
             plan.numerics.tied_sum,
             plan.order.value,
             plan.boundaries.value,
+            plan.offload.value,
             plan.heap.value,
             # Whether parameters are at home matters only where they are updated in the host.
             tuple((p.tier, p.tier == "host" and p.parameters_home) for p in place_updates(plan)),
@@ -261,6 +263,8 @@ class Lowerer:
             id(layout),
             count,
             plan.boundaries.value,
+            plan.offload.value,
+            tuple(block.activations.value == "offload" for block in plan.blocks),
             plan.heap.value,
             takes_norm_to_host(plan.optimizer, places, layout),
         )

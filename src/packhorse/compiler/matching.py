@@ -34,6 +34,7 @@ def check_lowering(plan: Plan, model: Model) -> None:
             where="plan.boundaries",
             fix="grant that tier a budget, or set boundaries: device",
         )
+    _check_offload(plan)
     for index, chunk in enumerate(plan.chunks):
         _check_tiers(plan, index, chunk)
 
@@ -74,6 +75,28 @@ def _check_order(plan: Plan, model: Model) -> None:
             where="plan.order and plan.numerics.tied_sum",
             fix="set order: depth_first, or numerics.tied_sum: per_step (other numbers in the last "
             "bits)",
+        )
+
+
+def _check_offload(plan: Plan) -> None:
+    if not plan.offloads:
+        return
+    tier = plan.offload.value
+    first = next(b.name for b in plan.blocks if b.activations.value == "offload")
+    others = [name for name in ("host", "disk") if name in plan.budget_bytes]
+    there = f"set offload: {' or '.join(others)}" if others else "grant tier host or disk a budget"
+    if tier == "device":
+        raise RefusedError(
+            f"block {first} offloads what it saves, but the tier for that is device",
+            where="plan.offload",
+            fix=f"{there}, or activations: keep",
+        )
+    if tier not in plan.budget_bytes:
+        raise RefusedError(
+            f"block {first} offloads what it saves to tier {tier}, "
+            f"but the plan's budget has only {', '.join(sorted(plan.budget_bytes))}",
+            where="plan.offload",
+            fix=f"{there}, or activations: keep",
         )
 
 

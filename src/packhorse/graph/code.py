@@ -99,6 +99,18 @@ class BodyCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedLayout:
+    """How saved values lie in storages of their own.
+
+    `places` gives per value the index of its storage, None for a view of an argument or an output;
+    `sizes_bytes` the size of each storage. They add up to the body's `saved_bytes`.
+    """
+
+    places: tuple[int | None, ...]
+    sizes_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BodyCode:
     """What runs: `keep` returns outputs then saved values, `discard` and `evaluate` outputs only.
 
@@ -114,4 +126,5 @@ class BodyCode:
     num_inputs: int
     noise: tuple[Noise, ...]
     used_inputs: tuple[int, ...]
+    saved: SavedLayout
     costs: BodyCosts

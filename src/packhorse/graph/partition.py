@@ -19,6 +19,7 @@ from packhorse.graph.code import (
     BodyCode,
     BodyCosts,
     GradientFlow,
+    SavedLayout,
 )
 from packhorse.graph.extract import extract_graph, needed_for
 from packhorse.graph.flops import count_flops
@@ -120,6 +121,7 @@ def part_joint(
         num_inputs=len(arguments.inputs),
         noise=noise,
         used_inputs=used,
+        saved=_lay_out_saved(saved, argument_keys | output_keys),
         costs=costs,
     )
 
@@ -136,6 +138,19 @@ def _is_used(node: fx.Node, keep: fx.GraphModule, backward: fx.Graph | None) -> 
 
 def _keys(nodes: Iterable[fx.Node]) -> frozenset[int]:
     return frozenset(key for node in nodes for key, _ in storages_of(node.meta.get("val")))
+
+
+def _lay_out_saved(saved: list[fx.Node], shared: frozenset[int]) -> SavedLayout:
+    own: dict[int, int] = {}
+    places: list[int | None] = []
+    sizes: list[int] = []
+    for node in saved:
+        ((key, size_bytes),) = storages_of(node.meta.get("val"))
+        if key not in shared and key not in own:
+            own[key] = len(sizes)
+            sizes.append(size_bytes)
+        places.append(own.get(key))
+    return SavedLayout(places=tuple(places), sizes_bytes=tuple(sizes))
 
 
 def _needed_from_forward(

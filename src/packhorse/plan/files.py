@@ -22,6 +22,7 @@ from packhorse.plan.spec import (
     DEPTH_FIRST,
     IN_DEVICE,
     NO_CACHE,
+    NO_OFFLOAD,
     NO_PREFETCH,
     NO_STRIDE,
     NOT_DURABLE,
@@ -188,6 +189,7 @@ def _plan_to_json(plan: Plan) -> dict[str, object]:
         "chunk_bytes": _choice(plan.chunk_bytes),
         "order": _choice(plan.order),
         "boundaries": _choice(plan.boundaries),
+        "offload": _choice(plan.offload),
         "stride": _choice(plan.stride),
         "durable": _choice(plan.durable),
         "cache": _choice(plan.cache),
@@ -260,6 +262,7 @@ def _read_plan(fields: Fields) -> Plan:
         boundaries=fields.choice_of("boundaries", TIERS)
         if "boundaries" in fields
         else BOUNDARIES_STAY,
+        offload=fields.choice_of("offload", TIERS) if "offload" in fields else NO_OFFLOAD,
         stride=fields.choice_of_count("stride", least=0) if "stride" in fields else NO_STRIDE,
         durable=fields.choice_of_count_or_off("durable") if "durable" in fields else NOT_DURABLE,
         cache=fields.choice_of("cache", CACHES) if "cache" in fields else NO_CACHE,
@@ -331,7 +334,7 @@ def _read_chunk(fields: Fields) -> ChunkPlan:
 def _read_block(fields: Fields) -> BlockPlan:
     block = BlockPlan(
         name=fields.text("name"),
-        activations=fields.choice_of("activations", ("keep", "recompute")),
+        activations=fields.choice_of("activations", ("keep", "recompute", "offload")),
     )
     fields.finish()
     return block

@@ -5,6 +5,8 @@ In: the recipe's `plan:` mapping. Out: `Pins`. The keys are those of plan.json:
     plan:
       recompute: all | none | [block names or patterns]
       activations: recompute | keep        the same as recompute: all | none
+      activations: offload | {pattern of block names: keep, recompute or offload}
+      offload: host | disk                 where blocks that offload put what they saved
       parameters | gradients | optimizer: device | disk | {pattern of parameter names: tier}
       update: device | host | {pattern of parameter names: device or host}
       stride: 3
@@ -44,6 +46,8 @@ Word = TypeVar("Word")
 
 TIERS: Final[tuple[TierName, ...]] = ("device", "host", "disk")
 UPDATE_TIERS: Final[tuple[TierName, ...]] = ("device", "host")
+OFFLOAD_TIERS: Final[tuple[TierName, ...]] = ("host", "disk")
+ACTIVATIONS: Final[tuple[ActivationChoice, ...]] = ("keep", "recompute", "offload")
 WHOLE: Final = "whole"
 _NUMERICS: Final = (
     "microbatch_rows",
@@ -66,6 +70,7 @@ _OTHERS: Final = (
     "chunk_bytes",
     "order",
     "boundaries",
+    "offload",
     "durable",
     "cache",
     "prefetch",
@@ -76,11 +81,14 @@ _OTHERS: Final = (
 class Pins:
     """What a person fixed; None, or an empty tuple, leaves a choice to the search.
 
-    `recompute` holds patterns of block names: those recompute and all others keep. The tiers are
-    (pattern of parameter names, tier) pairs. `loss_chunk_tokens` is "whole" for unchunked logits.
+    `recompute` holds patterns of block names: those recompute and all others keep; `activations`
+    holds (pattern of block names, choice) pairs instead, and leaves other blocks to the search.
+    The tiers are (pattern of parameter names, tier) pairs. `loss_chunk_tokens` is "whole" for
+    unchunked logits.
     """
 
     recompute: tuple[str, ...] | None = None
+    activations: tuple[tuple[str, ActivationChoice], ...] = ()
     parameters: tuple[tuple[str, TierName], ...] = ()
     gradients: tuple[tuple[str, TierName], ...] = ()
     optimizer: tuple[tuple[str, TierName], ...] = ()
@@ -90,6 +98,7 @@ class Pins:
     chunk_bytes: int | None = None
     order: Order | None = None
     boundaries: TierName | None = None
+    offload: TierName | None = None
     durable: Durable | None = None
     cache: CacheMode | None = None
     microbatch_rows: int | None = None
@@ -112,6 +121,9 @@ class Pins:
 
     def activation_of(self, block: str) -> ActivationChoice | None:
         """What a block's activations are pinned to."""
+        for pattern, choice in self.activations:
+            if fnmatchcase(block, pattern):
+                return choice
         if self.recompute is None:
             return None
         return "recompute" if any(fnmatchcase(block, p) for p in self.recompute) else "keep"
@@ -151,6 +163,8 @@ class Pins:
         blocks = [block.name for block in model.blocks]
         for pattern in self.recompute or ():
             _check_pattern(pattern, blocks, key="recompute", noun="block")
+        for pattern, _ in self.activations:
+            _check_pattern(pattern, blocks, key="activations", noun="block")
         parameters = [str(name) for name in model.parameters]
         for state in ("parameters", "gradients", "optimizer", "update"):
             for pattern, _ in self.tiers(state):
@@ -183,6 +197,7 @@ def read_pins(content: Mapping[str, object]) -> Pins:
     flat = _flatten(content)
     return Pins(
         recompute=_read_recompute(flat),
+        activations=_read_activations(flat),
         parameters=_read_tiers(flat, "parameters"),
         gradients=_read_tiers(flat, "gradients"),
         optimizer=_read_tiers(flat, "optimizer"),
@@ -192,6 +207,7 @@ def read_pins(content: Mapping[str, object]) -> Pins:
         chunk_bytes=_read_size(flat, "chunk_bytes"),
         order=_read_word(flat, "order", ("depth_first", "layered")),
         boundaries=_read_word(flat, "boundaries", TIERS),
+        offload=_read_word(flat, "offload", OFFLOAD_TIERS),
         durable=_read_durable(flat),
         cache=_read_word(flat, "cache", ("none", "valleys")),
         microbatch_rows=_read_count(flat, "microbatch_rows"),
@@ -240,7 +256,7 @@ def _check_key(key: str, known: Sequence[str], place: str) -> None:
 def _read_recompute(flat: Mapping[str, object]) -> tuple[str, ...] | None:
     value = flat.get("recompute")
     # Plan files call the choice of a block by its other name.
-    activations = _read_word(flat, "activations", ("recompute", "keep"))
+    activations = flat.get("activations")
     if activations is not None:
         if value is not None:
             raise RecipeError(
@@ -248,7 +264,7 @@ def _read_recompute(flat: Mapping[str, object]) -> tuple[str, ...] | None:
                 where="recipe: plan.activations and plan.recompute",
                 fix="keep one of them",
             )
-        return ("*",) if activations == "recompute" else ()
+        return {"recompute": ("*",), "keep": ()}.get(str(activations))
     if value is None:
         return None
     if value in ("all", "none"):
@@ -260,6 +276,19 @@ def _read_recompute(flat: Mapping[str, object]) -> tuple[str, ...] | None:
         item if isinstance(item, str) else _refuse("recompute", item, "a block name")
         for item in items
     )
+
+
+def _read_activations(flat: Mapping[str, object]) -> tuple[tuple[str, ActivationChoice], ...]:
+    value = flat.get("activations")
+    by_pattern = as_mapping(value)
+    if by_pattern is not None:
+        return tuple(
+            (str(pattern), _as_word(f"activations.{pattern}", choice, ACTIVATIONS))
+            for pattern, choice in by_pattern.items()
+        )
+    # One word for all blocks that does not offload is read as `recompute`.
+    offloads = value is not None and _as_word("activations", value, ACTIVATIONS) == "offload"
+    return (("*", "offload"),) if offloads else ()
 
 
 def _read_tiers(

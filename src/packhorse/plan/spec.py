@@ -13,7 +13,7 @@ from typing import Final, Generic, Literal, TypeVar
 from packhorse.machine.spec import Drive, TierName
 
 T = TypeVar("T")
-ActivationChoice = Literal["keep", "recompute"]
+ActivationChoice = Literal["keep", "recompute", "offload"]
 HeapMode = Literal["keep", "map"]
 Order = Literal["depth_first", "layered"]
 Durable = int | Literal["off"]
@@ -34,6 +34,9 @@ DEPTH_FIRST: Final[Choice[Order]] = Choice(
 )
 BOUNDARIES_STAY: Final[Choice[TierName]] = Choice(
     value="device", because="values stay in the device, where nothing else is said"
+)
+NO_OFFLOAD: Final[Choice[TierName]] = Choice(
+    value="device", because="no block's saved values leave the device, where nothing else is said"
 )
 IN_DEVICE: Final[Choice[TierName]] = Choice(
     value="device", because="in the device, where nothing else is said"
@@ -115,7 +118,11 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """What happens to the values that a block saves for its backward."""
+    """What happens to the values that a block saves for its backward.
+
+    They are kept in the device, made again by a second forward, or offloaded to the plan's tier for
+    that and brought back.
+    """
 
     name: str
     activations: Choice[ActivationChoice]
@@ -151,12 +158,13 @@ class Plan:
 
     `order` is that of the micro-batches: each goes through all blocks before the next begins, or
     all go through a block before the next block. `boundaries` is the tier where values that pass
-    from block to block wait between uses that are far apart. `budget_bytes` is what each tier may
-    use; `heap_slack` is the share that a kept heap is given above its live bytes; `pins` names the
-    choices that a person fixed. `scratch` is the folder of the disk tier that it was made for, None
-    if that is unknown or elsewhere, and `drives` all of its folders as the machine measured them.
-    `stride` is 0 when each chunk is updated in its own tier, 1 when all are in the device, else
-    every `stride`-th of those that may be updated in the host visits the device. Every so many
+    from block to block wait between uses that are far apart. `offload` is the tier where blocks
+    that offload have what they saved, `device` where none does. `budget_bytes` is what each tier
+    may use; `heap_slack` is the share that a kept heap is given above its live bytes; `pins` names
+    the choices that a person fixed. `scratch` is the folder of the disk tier that it was made for,
+    None if that is unknown or elsewhere, and `drives` all of its folders as the machine measured
+    them. `stride` is 0 when each chunk is updated in its own tier, 1 when all are in the device,
+    else every `stride`-th of those that may be updated in the host visits the device. Every so many
     steps as `durable` says the state is kept in the scratch folder, so that a run that is killed
     goes on from there; "off" keeps checkpoints alone. With `cache` "valleys" what would leave the
     device between two uses stays where memory has a valley: no task becomes fuller by that than the
@@ -184,10 +192,16 @@ class Plan:
     drives: tuple[Drive, ...] = ()
     order: Choice[Order] = DEPTH_FIRST
     boundaries: Choice[TierName] = BOUNDARIES_STAY
+    offload: Choice[TierName] = NO_OFFLOAD
     stride: Choice[int] = NO_STRIDE
     durable: Choice[Durable] = NOT_DURABLE
     cache: Choice[CacheMode] = NO_CACHE
     prefetch: Choice[int] = NO_PREFETCH
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any block offloads what it saves."""
+        return any(block.activations.value == "offload" for block in self.blocks)
 
     @property
     def update_tiers(self) -> tuple[TierName, ...]:

@@ -60,6 +60,7 @@ def fold_choices(plan: Plan) -> tuple[ChoiceGroup, ...]:
         _single("boundaries", plan.boundaries.value, plan.boundaries.because),
         _single("prefetch", _say_prefetch(plan.prefetch.value), plan.prefetch.because),
         *_fold("activations", blocks, name_blocks),
+        *([_single("offload", plan.offload.value, plan.offload.because)] if plan.offloads else ()),
         *_fold("parameters", {at: _pair(c.parameters) for at, c in chunks.items()}, name_chunks),
         *_fold("gradients", {at: _pair(c.gradients) for at, c in trained.items()}, name_chunks),
         *_fold("optimizer", {at: _pair(c.optimizer) for at, c in trained.items()}, name_chunks),

@@ -3,9 +3,11 @@
 In: buffers with a disk pool, a scratch folder, and whether finished steps are kept. Out: reads and
 writes in place between extents and chunk memory. The file is preallocated before the first step.
 
-A buffer has one extent. Where finished steps are kept, a state that steps change has two, and a
-record beside the file says which one holds the last finished step: see `storage.slots`. Such a file
-stays when the process ends, however it ends; any other is removed.
+A buffer has one extent; what a block saves has a part of it for each of its storages, and values of
+micro-batches that never meet share one: see `runtime.disk_places`. Where finished steps are kept, a
+state that steps change has two, and a record beside the file says which one holds the last finished
+step: see `storage.slots`. Such a file stays when the process ends, however it ends; any other is
+removed.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from typing import Self
 
 from packhorse.errors import InputError, StorageError
 from packhorse.program.buffers import Buffer, BufferId
+from packhorse.runtime.disk_places import NO_PLACES, DiskPlaces
 from packhorse.storage.counters import IoCounters
-from packhorse.storage.extents import lay_out_extents
+from packhorse.storage.extents import align_up, lay_out_extents
 from packhorse.storage.kept_layout import describe_layout, read_layout, second
 from packhorse.storage.kept_state import (
     NAMES,
@@ -69,6 +72,7 @@ class DiskTier:
         keeping: None when the file goes with the process.
         resumed: kept state that this process goes on from. It is opened in place when the file
             would be the same, and left beside a new file otherwise.
+        places: which buffers lie there in parts, or take turns.
 
     Raises:
         InputError: another live process holds the folder, or it keeps the state of a run that this
@@ -82,8 +86,16 @@ class DiskTier:
         folder: Path | Scratch | None,
         keeping: Keeping | None = None,
         resumed: KeptState | None = None,
+        places: DiskPlaces = NO_PLACES,
     ) -> None:
-        sizes: dict[str, int] = {b.id: b.size_bytes for b in buffers.values() if "disk" in b.pools}
+        self._places = places
+        sizes: dict[str, int] = {
+            b.id: sum(map(align_up, places.saved[b.id].sizes_bytes))
+            if b.id in places.saved
+            else b.size_bytes
+            for b in buffers.values()
+            if "disk" in b.pools and b.id not in places.turns
+        }
         others: dict[str, int] = {}
         fixed: tuple[str, ...] = ()
         if keeping is not None:
@@ -167,7 +179,7 @@ class DiskTier:
         slot = 0
         if self._slots is not None and buffer in self._slots:
             slot = self._slots.slot_to_read(buffer)
-        extent = self._extents[second(buffer) if slot else buffer]
+        extent = self._extents[second(buffer) if slot else self._place(buffer)]
         self._file.read_into(address, extent.offset_bytes, extent.size_bytes)
 
     def write(self, buffer: BufferId, address: int) -> None:
@@ -177,7 +189,7 @@ class DiskTier:
         """
         assert self._file is not None
         if self._slots is None or buffer not in self._slots:
-            extent = self._extents[buffer]
+            extent = self._extents[self._place(buffer)]
             self._file.write_from(address, extent.offset_bytes, extent.size_bytes)
             if self._slots is not None and self._slots.marks(buffer):
                 self._slots.wrote_fixed(buffer, mark_pages(address, extent.size_bytes))
@@ -186,6 +198,28 @@ class DiskTier:
         extent = self._extents[second(buffer) if slot else buffer]
         self._file.write_from(address, extent.offset_bytes, extent.size_bytes)
         self._slots.wrote(buffer, slot, mark_pages(address, extent.size_bytes))
+
+    def read_part(self, buffer: BufferId, index: int, address: int) -> None:
+        """Read a part of a buffer to an address; blocks until it is there."""
+        assert self._file is not None
+        offset_bytes, size_bytes = self._find_part(buffer, index)
+        if size_bytes:
+            self._file.read_into(address, offset_bytes, size_bytes)
+
+    def write_part(self, buffer: BufferId, index: int, address: int) -> None:
+        """Write a part of a buffer from an address; blocks until the disk has it."""
+        assert self._file is not None
+        offset_bytes, size_bytes = self._find_part(buffer, index)
+        if size_bytes:
+            self._file.write_from(address, offset_bytes, size_bytes)
+
+    def _place(self, buffer: BufferId) -> BufferId:
+        return self._places.turns.get(buffer, buffer)
+
+    def _find_part(self, buffer: BufferId, index: int) -> tuple[int, int]:
+        sizes = self._places.saved[buffer].sizes_bytes
+        first = self._extents[self._place(buffer)].offset_bytes
+        return first + sum(map(align_up, sizes[:index])), sizes[index]
 
     def commit(self, step: int, state: Json) -> None:
         """Begin to make what was written durable as the state after `step`; see `Slots.commit`."""

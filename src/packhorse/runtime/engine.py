@@ -33,6 +33,7 @@ from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, value_id
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
 from packhorse.runtime.disk import DiskTier, Keeping
+from packhorse.runtime.disk_places import find_places
 from packhorse.runtime.emulation import Pace, PacedLanes
 from packhorse.runtime.executor import Executor
 from packhorse.runtime.hardware import make_lanes, make_tiers
@@ -138,12 +139,9 @@ class Engine:
         self._prepared = {
             kind: prepare_program(program, proofs[kind]) for kind, program in programs.items()
         }
-        buffers = {
-            buffer.id: buffer
-            for program in programs.values()
-            for buffer in program.buffers.values()
-        }
-        self._disk = DiskTier(buffers, scratch, keeping, resumed)
+        buffers = {b.id: b for program in programs.values() for b in program.buffers.values()}
+        places = find_places(traced, programs.values())
+        self._disk = DiskTier(buffers, scratch, keeping, resumed, places)
         self._device = torch.device(device)
         pools = programs["load"].pools
         self._tiers = make_tiers(self._layout, self._device, {pool.tier for pool in pools}, scratch)
@@ -168,7 +166,7 @@ class Engine:
                 audit=audit,
             ),
             lanes=self._paced or lanes,
-            payloads=Payloads(self._device, self._disk, audit=audit),
+            payloads=Payloads(self._device, self._disk, audit=audit, saved=places.saved),
             parameter_order=tuple(traced.model.parameters),
             audit=audit,
             watch=watch,

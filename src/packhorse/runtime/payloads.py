@@ -15,10 +15,18 @@ import torch
 from torch import Tensor
 
 from packhorse.errors import AuditError
+from packhorse.graph.code import SavedLayout
 from packhorse.graph.liveness import storages_of
 from packhorse.program.buffers import Buffer, BufferId, TierName
 from packhorse.program.tasks import Copy
 from packhorse.runtime.disk import DiskTier
+from packhorse.runtime.saved_values import (
+    Payload,
+    empty_parts,
+    own_tensors,
+    put_together,
+    take_apart,
+)
 
 Place = tuple[BufferId, TierName]
 
@@ -30,10 +38,19 @@ class Payloads:
         device: of the device tier; the host tier is this process's memory.
         disk: the disk tier.
         audit: measure what is kept, spoil what is freed.
+        saved: how what blocks save lies in its storages, where it may leave the device.
     """
 
-    def __init__(self, device: torch.device, disk: DiskTier, *, audit: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        disk: DiskTier,
+        *,
+        audit: bool,
+        saved: Mapping[BufferId, SavedLayout],
+    ) -> None:
         self._disk = disk
+        self._saved = saved
         self._devices: Mapping[TierName, torch.device] = {
             "device": device,
             "host": torch.device("cpu"),
@@ -74,7 +91,8 @@ class Payloads:
     def copy(self, buffer: Buffer, task: Copy) -> None:
         """Copy a buffer to another tier; blocks until it is there.
 
-        Only a single tensor with bytes of its own, such as a value, may go to the disk.
+        To the disk may go what a block saved, and a single tensor with bytes of its own, such as a
+        value.
 
         Raises:
             AuditError: the source does not hold it.
@@ -85,6 +103,10 @@ class Payloads:
                 fix="run the program that was verified",
             )
         source = self.get(task.buffer, task.source)
+        if task.buffer in self._saved:
+            moved = self._move_saved(task, source, self._saved[task.buffer])
+            self.keep(buffer, moved, task.target)
+            return
         if task.target == "disk":
             (tensor,) = source
             self._write(buffer, tensor)
@@ -97,6 +119,23 @@ class Payloads:
             self.keep(buffer, (found.to(device),), task.target)
             return
         self.keep(buffer, tuple(_copy(tensor, device) for tensor in source), task.target)
+
+    def _move_saved(self, task: Copy, source: Payload, layout: SavedLayout) -> Payload:
+        """Copy the storages that a buffer owns, each once, and lay its tensors over the copies."""
+        if task.source == "disk":
+            parts = empty_parts(layout, torch.device("cpu"))
+            for index, part in enumerate(parts):
+                self._disk.read_part(task.buffer, index, part.data_ptr())
+            parts = tuple(part.to(self._devices[task.target]) for part in parts)
+            return put_together(source, layout, parts)
+        parts = take_apart(task.buffer, source, layout)
+        if task.target != "disk":
+            device = self._devices[task.target]
+            return put_together(source, layout, [_copy(part, device) for part in parts])
+        for index, part in enumerate(parts):
+            here = part.cpu()
+            self._disk.write_part(task.buffer, index, here.data_ptr())
+        return put_together(source, layout, empty_parts(layout, torch.device("meta")))
 
     def _write(self, buffer: Buffer, tensor: Tensor) -> None:
         assert tensor.storage_offset() == 0, f"{buffer.id} does not begin with its bytes"
@@ -111,7 +150,7 @@ class Payloads:
             payload = self._held.pop((buffer, tier))
         if self._audit:
             shared = self._storages_beside(None)
-            for tensor in payload:
+            for tensor in own_tensors(payload, self._saved.get(buffer)):
                 own = not any(key in shared for key, _ in storages_of(tensor))
                 if tensor.is_floating_point() and own:
                     tensor.fill_(float("nan"))
@@ -123,7 +162,8 @@ class Payloads:
 
     def _measure(self, buffer: Buffer, payload: tuple[Tensor, ...], tier: TierName) -> None:
         others = self._storages_beside((buffer.id, tier))
-        sizes = {key: size for tensor in payload for key, size in storages_of(tensor)}
+        own = own_tensors(payload, self._saved.get(buffer.id))
+        sizes = {key: size for tensor in own for key, size in storages_of(tensor)}
         held = sum(size for key, size in sizes.items() if key not in others)
         if held != buffer.size_bytes:
             raise AuditError(

@@ -165,13 +165,14 @@ class Evaluator:
 
 
 def lies_away(evaluation: Evaluation) -> bool:
-    """Whether any state of a chunk, or any value, lies outside the device."""
+    """Whether any state of a chunk, any value, or what a block saves lies outside the device."""
     setting = evaluation.setting
     moved = any(
         taken and move.kind != "recompute"
         for taken, move in zip(evaluation.taken, setting.moves, strict=True)
     )
     start = [tier for tiers in setting.tiers.values() for tier in tiers]
+    moved = moved or "offload" in setting.activations
     return moved or any(tier != "device" for tier in (*start, setting.boundaries))
 
 

@@ -7,7 +7,7 @@ In: a sketch and budgets. Out: the cheapest moves under which the sketch fits, o
                 peak[p] + sum of saved[p][i][j] * x[j]  >=  used[p][i]     every pool p, task i
                 sum of weight[p] * peak[p]              <=  device budget
                 sum of away[t][j] * x[j]                <=  budget of tier t
-                at most one tier for a state of a chunk
+                at most one tier for a state of a chunk, one choice for a block's activations
                 x[j] in {0, 1}
 
 A phase takes as long as its busiest lane, and a small share `e` of all work is seen in the step
@@ -130,7 +130,7 @@ def _other_rows(sketch: Sketch, limit: float, away_bytes: Mapping[TierName, int]
         in_bytes.append(True)
     places: dict[tuple[str, int], list[int]] = {}
     for column, move in enumerate(moves):
-        places.setdefault((move.kind, move.index), []).append(column)
+        places.setdefault(move.subject, []).append(column)
     for columns in places.values():
         if len(columns) > 1:
             row = np.zeros(num_columns)

@@ -50,6 +50,10 @@ class Reasons:
                 return "pinned" if "heap" in self.problem.pins.names else self._heap(value)
             case "recompute":
                 return self._activations(index, value)
+            case "offload":
+                if kind in self.problem.pins.names:
+                    return "pinned"
+                return f"the nearest tier beside the device is {value}"
             case _:
                 return self._tier(kind, index, value)
 
@@ -131,14 +135,17 @@ class Reasons:
         block = setting.model.blocks[index]
         if ("recompute", index) in setting.pinned:
             return "pinned"
-        column = self._column("recompute", index, "device")
+        offload = setting.offload
+        kind = "offload" if value == "offload" else "recompute"
+        column = self._column(kind, index, offload if kind == "offload" else "device")
         if column is None:
             if not block.has_backward:
                 return "nothing runs backward here"
             if not setting.model.body_of(block.id).saved_bytes:
                 return "saves nothing for its backward"
             return "its backward follows its forward, so keeping costs no memory"
-        return self._move(column, "recomputing", value)
+        doing = f"moving it to {offload}" if kind == "offload" else "recomputing"
+        return self._move(column, doing, value)
 
     def _tier(self, kind: str, index: int, value: str) -> str:
         setting = self.evaluation.setting

@@ -14,7 +14,7 @@ from typing import Final
 from packhorse.machine.spec import Machine, TierName
 from packhorse.model.spec import Model
 from packhorse.plan.pins import State
-from packhorse.plan.spec import Choice, ChunkPlan, Order, Plan, Prediction
+from packhorse.plan.spec import ActivationChoice, Choice, ChunkPlan, Order, Plan, Prediction
 from packhorse.profile.spec import Profile
 from packhorse.search.prediction import AHEAD, predict_plan
 from packhorse.search.settings import MOST_LAYERED_RUNS
@@ -130,10 +130,15 @@ def list_changes(plan: Plan, machine: Machine) -> tuple[tuple[str, Plan], ...]:
         for count in _portions(len(away)):
             words = f"{_WORDS[state]} of {_count(count, 'chunk')} stay on the device"
             changes.append((words, _bring_back(plan, state, frozenset(away[:count]))))
-    again = [i for i, b in enumerate(plan.blocks) if b.activations.value == "recompute"]
-    for count in _portions(len(again)):
-        words = f"activations of {_count(count, 'block')} are kept instead of recomputed"
-        changes.append((words, _keep(plan, frozenset(again[:count]))))
+    others: tuple[tuple[ActivationChoice, str], ...] = (
+        ("recompute", "recomputed"),
+        ("offload", "offloaded"),
+    )
+    for choice, done in others:
+        again = [i for i, b in enumerate(plan.blocks) if b.activations.value == choice]
+        for count in _portions(len(again)):
+            words = f"activations of {_count(count, 'block')} are kept instead of {done}"
+            changes.append((words, _keep(plan, frozenset(again[:count]))))
     if plan.heap.value == "map":
         kept = replace(
             plan, heap=replace(plan.heap, value="keep"), heap_slack=machine.heap.keep_slack

@@ -11,7 +11,8 @@ choice and a prediction from its own program, or an error with the smallest budg
     improve the best by single exchanges of moves, each lowered, replayed and timed
     choose how far copies run ahead
     where something lies away from the device: all of this again, for settings like the best one,
-    with micro-batches in layers, with values between blocks away, and with both
+    with micro-batches in layers, with values between blocks away, and with both; and, where any
+    move is taken, with blocks that may move what they save
     check all programs of the plan (step, evaluation, load, save) by the verifier
 
 The knapsack and the sketch are only guides: what is promised comes from the lowered program. No
@@ -88,10 +89,14 @@ def find_plan(
     sketches = Sketches(evaluator)
     settings = list_settings(problem, candidates)
     best = _find_best(evaluator, sketches, settings)
-    if best is None or lies_away(best):
+    if best is None or any(best.taken) or lies_away(best):
         # What is brought for every micro-batch may be brought once for all of them, and values
         # may make room for states.
         variants = list_variants(problem, _like(best, settings))
+        if best is not None and not lies_away(best):
+            # What is made again may be moved instead; nothing else moves.
+            own = best.setting.order
+            variants = tuple(v for v in variants if v.offload != "device" and v.order == own)
         other = _find_best(evaluator, sketches, variants)
         best = min((e for e in (best, other) if e is not None), key=_step_ns, default=None)
         settings = (*settings, *(v for v in variants if v.order == settings[0].order))
@@ -301,11 +306,11 @@ def _neighbours(evaluator: Evaluator, sketch: Sketch, best: Evaluation) -> list[
 
 
 def _is_whole(sketch: Sketch, taken: Sequence[bool]) -> bool:
-    # A state of a chunk lies in one tier.
+    # A state of a chunk lies in one tier; a block recomputes or offloads.
     places: set[tuple[str, int]] = set()
     for move, is_taken in zip(sketch.setting.moves, taken, strict=True):
         if is_taken:
-            if (move.kind, move.index) in places:
+            if move.subject in places:
                 return False
-            places.add((move.kind, move.index))
+            places.add(move.subject)
     return True

@@ -20,6 +20,7 @@ from packhorse.search.space import (
     Problem,
     Setting,
     find_away_tiers,
+    find_offload_tier,
     make_setting,
 )
 
@@ -58,14 +59,30 @@ def list_settings(problem: Problem, candidates: Sequence[Candidate]) -> tuple[Se
     )
 
 
-def list_variants(problem: Problem, settings: Iterable[Setting]) -> tuple[Setting, ...]:
+def list_variants(problem: Problem, settings: Sequence[Setting]) -> tuple[Setting, ...]:
     """The same settings with what moves between tiers arranged otherwise, where nothing is pinned.
 
     With all micro-batches going through a block before the next block, where that is another
     order, changes no number, and is not too long to look at; with values that wait elsewhere
-    between the blocks that use them; with both.
+    between the blocks that use them; with both. In either order, with blocks that may move what
+    they save.
     """
-    return tuple(
+    offload = find_offload_tier(problem)
+    moving = tuple(
+        make_setting(
+            problem,
+            setting.candidate,
+            heap=setting.heap,
+            chunk_bytes=setting.chunk_bytes,
+            order=order,
+            boundaries=setting.boundaries,
+            offload=offload,
+        )
+        for setting in settings
+        for order in _list_orders(problem, setting)
+        if offload != "device" and any(move.kind == "recompute" for move in setting.moves)
+    )
+    waiting = tuple(
         make_setting(
             problem,
             setting.candidate,
@@ -79,6 +96,7 @@ def list_variants(problem: Problem, settings: Iterable[Setting]) -> tuple[Settin
         for boundaries in _list_boundaries(problem, setting)
         if (order, boundaries) != (setting.order, setting.boundaries)
     )
+    return (*waiting, *moving)
 
 
 def _list_orders(problem: Problem, setting: Setting) -> tuple[Order, ...]:
@@ -158,6 +176,7 @@ def _filter(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate
 def _check_pins(problem: Problem, candidates: Sequence[Candidate]) -> None:
     pins, arithmetic = problem.pins, problem.arithmetic
     pins.check(candidates[0].model)
+    find_offload_tier(problem)
     there = ("device", *find_away_tiers(problem.machine))
     if pins.boundaries not in (None, *there):
         raise RecipeError(

@@ -12,6 +12,7 @@ Both programs run the same computing tasks, so they are compared task by task:
     copies and frees of a buffer            are the cost of its move, as is what they take from
                                             computing on the same cores
     a Recompute                             costs its time, and its workspace while it runs
+    what a block saves, where all offload   its absences are saved, its copies are the cost
 
 Lanes work beside each other, but not over the whole step: what is moved for updates after the
 global norm cannot hide behind a forward. So times are kept by *load*: a lane (compute, reads of the
@@ -154,6 +155,12 @@ def make_sketch(evaluator: Evaluator, setting: Setting) -> Sketch:
         tier: _trace(problem, setting, _lower_end(evaluator, setting, tier), slots)
         for tier in find_away_tiers(problem.machine) or ("device",)
     }
+    offloads = [move.kind == "offload" for move in setting.moves]
+    if any(offloads):
+        lowered = _lower_state(evaluator, setting, offloads)
+        offloaded = _trace(problem, setting, lowered, slots)
+    else:
+        offloaded = start
     pools = [pool.id for pool in start.program.pools if pool.tier == "device"]
     num_tasks = len(start.workspace)
     used = np.zeros((len(pools), num_tasks))
@@ -172,6 +179,16 @@ def make_sketch(evaluator: Evaluator, setting: Setting) -> Sketch:
             end = next(iter(ends.values()))
             saved[:, :, column] = _recompute_saving(start, end, move.index, setting, pools)
             work[load_of("compute", BACKWARD), column] = _recompute_ns(start, end, move.index)
+            continue
+        if move.kind == "offload":
+            kept = [name for name in start.present if name.startswith(f"saved/{move.index}@")]
+            for buffer in kept:
+                gone = start.present[buffer] & ~offloaded.present[buffer]
+                saved[heap, :, column] += gone * _size(start, buffer)
+                work[:, column] += offloaded.copy_ns[buffer] - start.copy_ns.get(buffer, 0)
+            # One after another they take each other's place; in layers all wait at once.
+            waiting = kept if setting.order == "layered" else kept[:1]
+            away[move.tier][column] += sum(_size(start, buffer) for buffer in waiting)
             continue
         end = ends[move.tier]
         for buffer in by_move.get((move.kind, move.index), ()):
@@ -204,7 +221,14 @@ def make_sketch(evaluator: Evaluator, setting: Setting) -> Sketch:
 
 
 def _lower_end(evaluator: Evaluator, setting: Setting, tier: TierName) -> Program:
-    taken = [move.tier == tier or move.kind == "recompute" for move in setting.moves]
+    taken = [
+        (move.tier == tier and move.kind != "offload") or move.kind == "recompute"
+        for move in setting.moves
+    ]
+    return _lower_state(evaluator, setting, taken)
+
+
+def _lower_state(evaluator: Evaluator, setting: Setting, taken: Sequence[bool]) -> Program:
     plan = short_plan(evaluator.problem, setting, taken)
     return evaluator.lowerer_of(setting.model).lower(plan, "train_step")
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from packhorse.compiler.chunks import ProposedChunk, pack_chunks
+from packhorse.errors import RecipeError
 from packhorse.machine.spec import Machine, TierName
 from packhorse.model.spec import Model
 from packhorse.plan.pins import Pins, State
 from packhorse.plan.spec import (
     IN_DEVICE,
+    NO_OFFLOAD,
     NO_STRIDE,
     ActivationChoice,
     BlockPlan,
@@ -60,11 +62,20 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One way to save device memory: a state of a chunk goes to `tier`, or a block recomputes."""
+    """One way to save device memory.
 
-    kind: State | Literal["recompute"]
+    A state of a chunk goes to `tier`, a block recomputes, or what it saves goes to `tier`.
+    """
+
+    kind: State | Literal["recompute", "offload"]
     index: int
     tier: TierName
+
+    @property
+    def subject(self) -> tuple[str, int]:
+        """What it decides about: of several moves with one subject at most one is taken."""
+        kind = "activations" if self.kind in ("recompute", "offload") else self.kind
+        return kind, self.index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +83,15 @@ class Setting:
     """What is fixed while moves are chosen.
 
     `tiers` and `activations` are where the search starts; what is pinned is in them and has no
-    move. `pinned` names (kind, index) of the pinned ones.
+    move. `pinned` names (kind, index) of the pinned ones. Blocks may move what they save to the
+    tier `offload` unless that is `device`.
     """
 
     candidate: Candidate
     num_microbatches: int
     order: Order
     boundaries: TierName
+    offload: TierName
     heap: HeapMode
     heap_slack: float
     chunk_bytes: int
@@ -121,6 +134,7 @@ def make_setting(
     chunk_bytes: int,
     order: Order = "depth_first",
     boundaries: TierName = "device",
+    offload: TierName = "device",
 ) -> Setting:
     """Make a setting with its fastest start and its moves.
 
@@ -155,12 +169,15 @@ def make_setting(
         elif model.body_of(block.id).saved_bytes and index + 1 < len(model.blocks):
             # The last block's backward follows its forward: there is nothing to save.
             moves.append(Move(kind="recompute", index=index, tier="device"))
+            if offload != "device":
+                moves.append(Move(kind="offload", index=index, tier=offload))
         activations.append(choice or "keep")
     return Setting(
         candidate=candidate,
         num_microbatches=num_microbatches,
         order=order,
         boundaries=boundaries,
+        offload=offload,
         heap=heap,
         heap_slack=problem.machine.heap.keep_slack if heap == "keep" else 0.0,
         chunk_bytes=chunk_bytes,
@@ -181,6 +198,30 @@ def find_away_tiers(machine: Machine) -> tuple[TierName, ...]:
         if tier is not None and tier.budget_bytes > 0 and linked:
             found.append(name)
     return tuple(found)
+
+
+def find_offload_tier(problem: Problem) -> TierName:
+    """The tier for what blocks save: what is pinned, the host, or the disk; `device` for none.
+
+    Raises:
+        RecipeError: one is pinned that the machine does not have, or an offload without any.
+    """
+    there = find_away_tiers(problem.machine)
+    pinned = problem.pins.offload
+    offloads = any(choice == "offload" for _, choice in problem.pins.activations)
+    if pinned not in (None, *there) or (offloads and not there):
+        place = f"to the tier {pinned}, which" if pinned else "elsewhere, but"
+        missing = "does not have" if pinned else "has neither host nor disk"
+        raise RecipeError(
+            f"saved values are pinned {place} {problem.machine.name} {missing}",
+            where="recipe: plan.offload" if pinned else "recipe: plan.activations",
+            fix=f"pin to {' or '.join(there)}, or grant that tier a budget"
+            if there
+            else "leave it out, or grant a budget for host or disk",
+        )
+    if pinned is not None:
+        return pinned
+    return there[0] if there else "device"
 
 
 def build_plan(
@@ -209,8 +250,8 @@ def build_plan(
     for move, is_taken in zip(setting.moves, taken, strict=True):
         if not is_taken:
             continue
-        if move.kind == "recompute":
-            activations[move.index] = "recompute"
+        if move.kind == "recompute" or move.kind == "offload":
+            activations[move.index] = move.kind
         else:
             tiers[move.kind][move.index] = move.tier
     model, arithmetic = setting.model, problem.arithmetic
@@ -225,6 +266,10 @@ def build_plan(
         return IN_DEVICE if tier is None else Choice(value=tier, because="pinned")
 
     stride = problem.pins.stride
+    offload: Choice[TierName] = NO_OFFLOAD
+    if "offload" in activations:
+        tier = find_offload_tier(problem)
+        offload = Choice(value=tier, because=reason("offload", 0, tier))
     plan = Plan(
         model=model.fingerprint,
         model_name=model.name,
@@ -276,6 +321,7 @@ def build_plan(
         boundaries=Choice(
             value=setting.boundaries, because=reason("boundaries", 0, setting.boundaries)
         ),
+        offload=offload,
         stride=NO_STRIDE if stride is None else Choice(value=stride, because="pinned"),
         prefetch=Choice(value=prefetch, because=reason("prefetch", 0, str(prefetch))),
     )

@@ -66,7 +66,7 @@ DECIDED: Final[Mapping[str, str]] = {
     "gradient_checkpointing": _RECOMPUTE,
     "gradient_checkpointing_kwargs": _RECOMPUTE,
     "activation_checkpointing": _RECOMPUTE,
-    "activation_offloading": _RECOMPUTE,
+    "activation_offloading": "plan: {activations: offload}",
     "deepspeed": _TIERS,
     "fsdp": _TIERS,
     "fsdp_config": _TIERS,

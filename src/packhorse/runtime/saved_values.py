@@ -1,0 +1,77 @@
+"""What a block saved for its backward, taken apart into storages and put together again.
+
+In: the tensors of a `saved/` buffer and how they lie in their storages, as the trace tells it. Out:
+the bytes of each storage that the buffer owns, once each, and from their copies the same tensors:
+dtype, shape, stride and offset. Tensors that are views of anything else stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from packhorse.errors import AuditError
+from packhorse.graph.code import SavedLayout
+from packhorse.graph.trace import Traced
+from packhorse.program.buffers import Buffer, BufferId
+
+Payload = tuple[Tensor, ...]
+
+
+def find_saved_layouts(traced: Traced, buffers: Iterable[Buffer]) -> Mapping[BufferId, SavedLayout]:
+    """How what blocks save lies, for each such buffer that may leave the device."""
+    found: dict[BufferId, SavedLayout] = {}
+    for buffer in buffers:
+        block, _, microbatch = buffer.id.removeprefix("saved/").partition("@")
+        if len(buffer.pools) > 1 and microbatch and block.isdigit():
+            body = traced.model.blocks[int(block)].body
+            found[buffer.id] = traced.code[body].saved
+    return found
+
+
+def take_apart(buffer: BufferId, payload: Payload, layout: SavedLayout) -> tuple[Tensor, ...]:
+    """The bytes of each storage that a buffer owns, without a copy.
+
+    Raises:
+        AuditError: they are not those of the trace.
+    """
+    parts: dict[int, Tensor] = {}
+    for tensor, place in zip(payload, layout.places, strict=True):
+        if place is not None and place not in parts:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            parts[place] = whole.set_(tensor.untyped_storage())
+    sizes = tuple(parts[place].numel() for place in range(len(layout.sizes_bytes)))
+    if sizes != layout.sizes_bytes:
+        raise AuditError(
+            f"{buffer} has storages of {sizes} bytes, its trace has {layout.sizes_bytes}",
+            fix="trace the model and make the plan again",
+        )
+    return tuple(parts[place] for place in range(len(sizes)))
+
+
+def put_together(payload: Payload, layout: SavedLayout, parts: Sequence[Tensor]) -> Payload:
+    """The tensors of a payload over other bytes: those of the parts."""
+    return tuple(
+        tensor if place is None else _view(tensor, parts[place])
+        for tensor, place in zip(payload, layout.places, strict=True)
+    )
+
+
+def own_tensors(payload: Payload, layout: SavedLayout | None) -> Payload:
+    """The tensors whose bytes are the buffer's own; all of them where nothing else is known."""
+    if layout is None:
+        return payload
+    pairs = zip(payload, layout.places, strict=True)
+    return tuple(tensor for tensor, place in pairs if place is not None)
+
+
+def empty_parts(layout: SavedLayout, device: torch.device) -> tuple[Tensor, ...]:
+    """Bytes for each storage, not yet written."""
+    return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in layout.sizes_bytes)
+
+
+def _view(tensor: Tensor, part: Tensor) -> Tensor:
+    made = torch.empty(0, dtype=tensor.dtype, device=part.device)
+    return made.set_(part.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,156 @@
+"""What blocks save goes to host or disk and comes back: no number changes.
+
+Every run is in audit mode: what is freed is filled with NaN, and all bytes are counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from subjects import find_subject
+
+from bench.planned import (
+    Subject,
+    Ways,
+    make_plan,
+    open_engine,
+    train_by_plan,
+)
+from bench.reference import Curve, find_differences, train_plainly
+from bench.zoo import ZOO, build_model, make_optimizer_words, make_steps
+from packhorse.compiler.lower import lower_plan
+from packhorse.errors import AuditError
+from packhorse.graph.code import SavedLayout
+from packhorse.optim.optimizers import AdamW
+from packhorse.program.buffers import BufferId
+from packhorse.program.program import Program
+from packhorse.program.tasks import Copy
+from packhorse.runtime.disk_places import find_places, find_turns
+from packhorse.runtime.saved_values import own_tensors, put_together, take_apart
+from packhorse.verifier.rules import verify_program
+
+ALL = Ways(activations=("offload",), tied_sum="per_step")
+MIXED = Ways(
+    parameters=("disk", "device"),
+    optimizer=("disk",),
+    activations=("offload", "keep", "recompute"),
+    heap="map",
+    prefetch=2,
+    tied_sum="per_step",
+)
+WORDS = AdamW(lr=3e-3)
+
+
+@cache
+def plain_curve(name: str, count: int, optimizer: str) -> Curve:
+    return train_plainly(
+        build_model(ZOO[name]),
+        make_optimizer_words(optimizer, ZOO[name], "all"),
+        make_steps(ZOO[name], num_steps=3, num_microbatches=count),
+        max_grad_norm=1.0,
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize("ways", [ALL, MIXED], ids=["all", "mixed"])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "weave"])
+def test_offloaded_values_come_back_as_they_were(
+    name: str, count: int, ways: Ways, tier, optimizer, tmp_path: Path
+) -> None:
+    curve = train_by_plan(
+        find_subject(name, "all", optimizer),
+        replace(ways, offload=tier, tied_sum="per_microbatch"),
+        make_steps(ZOO[name], num_steps=3, num_microbatches=count),
+        max_grad_norm=1.0,
+        scratch=tmp_path,
+    )
+    assert find_differences(plain_curve(name, count, optimizer), curve) == ()
+
+
+def test_a_layout_is_restored_over_other_bytes_and_views_of_others_stay() -> None:
+    base, own = torch.arange(24.0), torch.arange(60, dtype=torch.bfloat16)
+    mask = torch.tensor([True, False, True])
+    payload = (
+        own.view(5, 12)[1:, 2::3],
+        base.view(4, 6).t(),
+        mask,
+        own.view(12, 5).t()[2],
+        mask[:1].expand(4),
+    )
+    layout = SavedLayout(places=(0, None, 1, 0, 1), sizes_bytes=(120, 3))
+    parts = take_apart(BufferId("saved/0@0"), payload, layout)
+    assert [part.numel() for part in parts] == [120, 3]
+    copies = [part.clone() for part in parts]
+    restored = put_together(payload, layout, copies)
+    for before, after, place in zip(payload, restored, layout.places, strict=True):
+        assert (after.dtype, after.shape, after.stride()) == (
+            before.dtype,
+            before.shape,
+            before.stride(),
+        )
+        assert after.storage_offset() == before.storage_offset()
+        assert torch.equal(after, before)
+        shared = after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+        assert shared == (place is None)
+    assert restored[0].untyped_storage().data_ptr() == restored[3].untyped_storage().data_ptr()
+    assert own_tensors(payload, layout) == tuple(payload[at] for at in (0, 2, 3, 4))
+    wrong = SavedLayout(places=layout.places, sizes_bytes=(120, 4))
+    with pytest.raises(AuditError, match=r"storages of \(120, 3\) bytes"):
+        take_apart(BufferId("saved/0@0"), payload, wrong)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "weave"])
+def test_the_trace_knows_the_storages_of_what_is_saved(name: str) -> None:
+    for code in find_subject(name).traced.code.values():
+        assert sum(code.saved.sizes_bytes) == code.costs.saved_bytes
+
+
+def lower_step(subject: Subject, ways: Ways, count: int) -> Program:
+    model = subject.traced.model
+    plan = make_plan(model, WORDS, ways, num_microbatches=count, clips=True)
+    return lower_plan(plan, model, "train_step")
+
+
+def test_micro_batches_that_never_meet_take_turns_on_the_disk() -> None:
+    subject = find_subject("llama")
+    turns = find_turns([lower_step(subject, ALL, 4)])
+    names = {name for name in turns if name.startswith("saved/1@")}
+    assert names == {"saved/1@1", "saved/1@2", "saved/1@3"}
+    assert {turns[name] for name in names} == {"saved/1@0"}
+    assert find_turns([lower_step(subject, replace(ALL, order="layered"), 4)]) == {}
+    both = [
+        lower_step(subject, replace(ALL, order=order), 4) for order in ("layered", "depth_first")
+    ]
+    assert find_turns(both) == {}
+
+
+@pytest.mark.parametrize("order", ["depth_first", "layered"])
+def test_the_file_is_as_large_as_the_disk_is_full(order, tmp_path: Path) -> None:
+    subject, ways = find_subject("qwen3"), replace(ALL, order=order)
+    program = lower_step(subject, ways, 4)
+    full_bytes = verify_program(program, subject.traced.model).peak_bytes["disk"]
+    places = find_places(subject.traced, [program])
+    num_parts = sum(
+        len(layout.sizes_bytes) for name, layout in places.saved.items() if name not in places.turns
+    )
+    with open_engine(
+        subject, ways, num_microbatches=4, max_grad_norm=1.0, scratch=tmp_path
+    ) as engine:
+        assert full_bytes <= engine.scratch_bytes <= full_bytes + 4096 * num_parts
+        (feeds,) = make_steps(ZOO["qwen3"], num_steps=1, num_microbatches=4)
+        step = engine.train_step(feeds, step=1, learning_rate=WORDS.lr)
+    moved_bytes = sum(
+        program.buffers[task.buffer].size_bytes
+        for task in program.tasks
+        if isinstance(task, Copy) and task.target == "disk"
+    )
+    # Whole pages move.
+    num_moved = sum(len(layout.sizes_bytes) for layout in places.saved.values())
+    for seen_bytes in (step.disk_written_bytes, step.disk_read_bytes):
+        assert moved_bytes <= seen_bytes <= moved_bytes + 4096 * num_moved
