@@ -144,8 +144,9 @@ def assert_same_weights(first: torch.nn.Module, second: torch.nn.Module) -> None
         {"plan": ALL_ON_DISK, "optim": "sgd", "sgd_momentum": 0.9, "max_grad_norm": None},
         {"plan": ALL_ON_DISK, "packing": True},
         {"plan": {**ALL_IN_MEMORY, "attention": "eager"}},
+        {"plan": {"activations": "offload", "optimizer": "disk", "durable": 2}},
     ],
-    ids=["disk", "memory", "sgd", "packing", "eager"],
+    ids=["disk", "memory", "sgd", "packing", "eager", "offload"],
 )
 def test_losses_norms_and_weights_are_those_of_the_plain_loop(
     tmp_path: Path, changes: dict[str, object]
