@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in one run under eight minutes: see docs/how-to/gpu.md.
+# What only a GPU can show, in one run under eight minutes: see docs/gpu.md.
 #
 #   gpu/check.sh [--quick]
 #
@@ -69,7 +69,7 @@ if [[ -n $missing && -d .cache/wheels ]]; then
   missing=$(missing_of "$python")
 fi
 if [[ -n $missing ]]; then
-  say "$python lacks: $missing; put their wheels into .cache/wheels (see docs/how-to/gpu.md)"
+  say "$python lacks: $missing; put their wheels into .cache/wheels (see docs/gpu.md)"
   exit 2
 fi
 
