@@ -18,8 +18,8 @@ from packhorse.checkpoint.folders import find_checkpoints
 from packhorse.data.batches import Batch, Batches
 from packhorse.errors import InputError, MismatchError, StoppedError
 from packhorse.storage.kept_state import KeptState, find_kept
-from packhorse.storage.scratch_folder import find_leftovers
-from packhorse.trainer.run_folder import ResumeNewest
+from packhorse.storage.scratch_folder import claim_scratch, find_leftovers
+from packhorse.trainer.run_folder import ResumeNewest, StartFresh, find_beginning
 
 PAGE = 4096
 
@@ -266,3 +266,12 @@ def test_a_complete_run_is_not_trained_anew(tmp_path: Path) -> None:
     after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert after == before
     assert find_leftovers(tmp_path / "scratch") == ()
+
+
+def test_a_scratch_folder_of_a_run_that_is_alive_is_told_as_such(tmp_path: Path) -> None:
+    kept = kill(tmp_path, ALL_ON_DISK)
+    scratch = kept.file.parent
+    with pytest.raises(InputError, match="the scratch folder holds the state of the run"):
+        find_beginning(tmp_path / "other", StartFresh(), scratch)
+    with claim_scratch(scratch), pytest.raises(InputError, match="is in use by process"):
+        find_beginning(tmp_path / "other", StartFresh(), scratch)

@@ -45,7 +45,8 @@ def show_schedule(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="A schedule, searched, file.py:function, or torch's file.csv. Absent: all names.",
+            help="A schedule, searched, file.py:function, or torch's file.csv."
+            " Absent: all named ones beside each other.",
         ),
     ] = None,
     ranks: NumRanks = None,

@@ -69,6 +69,7 @@ def train_recipe(
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.compiler.lower import lower_plan
     from packhorse.report.explain import plan_table
+    from packhorse.runtime.scratch import find_scratch
     from packhorse.trainer.recipe_files import load_recipe
     from packhorse.trainer.run_folder import StartFresh, claim_run, find_beginning, read_resume
     from packhorse.trainer.stop_signals import stop_at_once
@@ -95,6 +96,9 @@ def train_recipe(
             threads=loaded.recipe.pins.num_threads,
             here=True,
         )
+        scratch = find_scratch(chosen.tier("disk"))
+        if isinstance(beginning, StartFresh) and scratch is not None:
+            find_beginning(loaded.recipe.run_folder, beginning, scratch.parts[0].folder)
         planned = _settle_plan(
             loaded.recipe, chosen, plan, beginning, screen, baseline_bytes=baseline_bytes
         )

@@ -143,7 +143,8 @@ def split_rows(num_rows: int, *, share: float, seed: int) -> tuple[ShuffledOrder
     if num_held_out >= num_rows:
         raise DataError(
             f"eval_split of {format_percent(share)} of {num_rows} rows leaves none to train on",
-            fix="give more data, a smaller share, or a file of its own as eval_data",
+            fix="set eval_split: null to train without evaluation, give more data, or name a file"
+            " of its own as eval_data",
         )
     order = ShuffledOrder(num_cache_rows=num_rows, seed=seed, num_held_out=num_held_out)
     return order, order.held_out()

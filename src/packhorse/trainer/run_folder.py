@@ -44,6 +44,7 @@ from packhorse.storage.kept_state import (
     refuse_kept,
     refuse_unreadable,
 )
+from packhorse.storage.scratch_folder import claim_scratch
 from packhorse.storage.space import explain_failure
 
 RECIPE_NAME: Final = "recipe.yaml"
@@ -130,9 +131,10 @@ def find_beginning(folder: Path, resume: Resume, scratch: Path | None = None) ->
         scratch: the scratch folder, where the state of the last finished step may be kept.
 
     Raises:
-        InputError: the folder cannot be made or written, a fresh start where there is state, no
-            checkpoint where one is asked for, or one that newer ones do not follow from; or the
-            newest state is not there now and may come back, such as a drive that is not mounted.
+        InputError: the folder cannot be made or written, a fresh start where there is state or
+            where another process runs, no checkpoint where one is asked for, or one that newer ones
+            do not follow from; or the newest state is not there now and may come back, such as a
+            drive that is not mounted.
         FileFormatError: the named checkpoint is damaged or cannot be resumed.
     """
     _refuse_unwritable(folder)
@@ -142,6 +144,8 @@ def find_beginning(folder: Path, resume: Resume, scratch: Path | None = None) ->
         case StartFresh():
             _refuse_state(folder)
             for each in all_kept:
+                # A run that is alive is told as such: its state is not to be given up.
+                claim_scratch(scratch or folder).close()
                 raise refuse_kept(each, scratch or folder)
             _refuse_away(unreadable, scratch or folder)
             return Beginning(checkpoint=None, skipped=())
