@@ -30,7 +30,7 @@ def test_oldest_spare_pages_go_first_and_no_more_than_needed() -> None:
     assert asked == [("a", 0), ("b", 20)]
     spare.shed(POOL, 95, drop)
     assert asked[2:] == [("b", 5)]
-    spare.reuse(POOL, BufferId("b"))
+    spare.reuse(POOL, BufferId("b"), 40)
     spare.shed(POOL, 100, drop)
     assert len(asked) == 3
 
@@ -69,3 +69,18 @@ def test_a_range_gives_back_what_lies_behind_what_is_kept() -> None:
     assert bool(tensor[:kept].all())
     assert not bool(tensor[kept:].any())  # dropped pages read as zeros
     backing.close()
+
+
+def test_what_is_being_written_has_its_pages_to_come() -> None:
+    spare = SparePages({POOL: 100})
+    spare.reuse(POOL, BufferId("a"), 60)
+    assert spare.unfilled_bytes(POOL) == 100
+    spare.fill(POOL, BufferId("a"))
+    assert spare.unfilled_bytes(POOL) == 40
+    spare.keep(POOL, BufferId("a"), 60)
+    spare.shed(POOL, 70, lambda _, keep_bytes: keep_bytes)
+    assert spare.unfilled_bytes(POOL) == 70
+    spare.reuse(POOL, BufferId("a"), 60)
+    assert spare.unfilled_bytes(POOL) == 70
+    spare.fill(POOL, BufferId("a"))
+    assert spare.unfilled_bytes(POOL) == 40

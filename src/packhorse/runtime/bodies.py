@@ -28,6 +28,7 @@ from packhorse.program.buffers import (
 )
 from packhorse.program.tasks import Backward, Forward, Recompute, Task
 from packhorse.runtime.memory.chunks import ChunkMemory
+from packhorse.runtime.memory.heap import KEEP_BELOW_BYTES
 from packhorse.runtime.noise import NoiseKey, draw_noise
 
 Payload = tuple[Tensor, ...]
@@ -48,7 +49,8 @@ class BodyRunner:
     """Runs forward, recompute and backward bodies of a traced model.
 
     Args:
-        make_room: called with a task before its body runs.
+        make_room: called with a task before its body runs, and with what it takes in blocks that
+            are mapped in either heap mode.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class BodyRunner:
         layout: Layout,
         memory: ChunkMemory,
         device: torch.device,
-        make_room: Callable[[Task], None],
+        make_room: Callable[[Task, int], None],
     ) -> None:
         self._make_room = make_room
         self._traced = traced
@@ -90,7 +92,7 @@ class BodyRunner:
         """Run a forward; `key` None means evaluation, without dropout."""
         block, code = self._block(task.block)
         keeps = saved_id(task.block, task.microbatch) in task.writes
-        self._make_room(task)
+        self._make_room(task, 0)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
         if key is None:
             results = code.evaluate(*arguments)
@@ -110,7 +112,7 @@ class BodyRunner:
     ) -> dict[BufferId, Payload]:
         """Run a forward again for its saved values."""
         block, code = self._block(task.block)
-        self._make_room(task)
+        self._make_room(task, 0)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
         results = code.keep(*arguments, *self._noise(block.id, code, key))
         return {saved_id(task.block, task.microbatch): tuple(results[code.num_outputs :])}
@@ -118,7 +120,13 @@ class BodyRunner:
     def backward(self, task: Backward, visible: Visible) -> dict[BufferId, Payload]:
         """Run a backward; parameter gradients go into their chunks."""
         block, code = self._block(task.block)
-        self._make_room(task)
+        large_bytes = sum(
+            parameter.nbytes
+            for parameter in self._arguments[task.block].parameters
+            if parameter.nbytes >= KEEP_BELOW_BYTES
+        )
+        # A gradient on its way into its chunk is as large.
+        self._make_room(task, min(large_bytes, task.workspace_bytes))
         backward = code.backward
         assert backward is not None, f"block {block.name} has no backward"
         variant = _choose_variant(block, backward, task)

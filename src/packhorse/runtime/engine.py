@@ -146,9 +146,19 @@ class Engine:
         pools = programs["load"].pools
         self._tiers = make_tiers(self._layout, self._device, {pool.tier for pool in pools}, scratch)
         self._memory = self._tiers["device"]
+        tiers = ChunkTiers(
+            self._layout,
+            memory=self._tiers,
+            disk=self._disk,
+            pools=pools,
+            limits=find_limits(programs.values(), proofs.values()),
+            audit=audit,
+        )
         own_tiers = {"host"} if self._device.type == "cuda" else {"device", "host"}
         own = [pool for pool in pools if pool.tier in own_tiers]
-        self._heap = ProcessHeap(heap, own, programs.values(), process_bytes)
+        self._heap = ProcessHeap(
+            heap, own, programs.values(), process_bytes, unfilled_bytes=tiers.unfilled_bytes
+        )
         lanes = make_lanes(programs.values(), self._device, num_threads)
         self._paced = None if pace is None else PacedLanes(lanes, pace)
         self._executor = Executor(
@@ -157,14 +167,7 @@ class Engine:
                 traced, self._layout, self._memory, self._device, self._heap.make_room
             ),
             memory=self._memory,
-            tiers=ChunkTiers(
-                self._layout,
-                memory=self._tiers,
-                disk=self._disk,
-                pools=pools,
-                limits=find_limits(programs.values(), proofs.values()),
-                audit=audit,
-            ),
+            tiers=tiers,
             lanes=self._paced or lanes,
             payloads=Payloads(self._device, self._disk, audit=audit, saved=places.saved),
             parameter_order=tuple(traced.model.parameters),

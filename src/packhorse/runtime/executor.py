@@ -217,6 +217,9 @@ class Executor:
             with torch.no_grad():
                 self._create(created, program)
                 self._perform(task, program, run.work, run.emitted)
+            for name, tier in created:
+                if name in self._tiers:
+                    self._tiers.fill(name, tier, program.buffers[name].pools[tier])
 
         def done(start_ns: int, end_ns: int) -> None:
             del self._pending[number]

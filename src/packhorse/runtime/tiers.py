@@ -89,9 +89,16 @@ class ChunkTiers:
             return
         # Pages must not be taken for spare ones, and dropped, once the state has its place again.
         with self._lock:
-            self._spare.reuse(pool, buffer)
+            size_bytes = self._memory[tier].size_bytes(*self._states[buffer])
+            self._spare.reuse(pool, buffer, size_bytes)
             self._present[tier].add(buffer)
         self._commit(buffer, tier)
+
+    def fill(self, buffer: BufferId, tier: TierName, pool: PoolId) -> None:
+        """Note that a state that was created has been written."""
+        if tier != "disk":
+            with self._lock:
+                self._spare.fill(pool, buffer)
 
     def shed(self, pool: PoolId, used_bytes: int) -> None:
         """Drop spare pages of a pool until it keeps to its limit."""
@@ -102,6 +109,11 @@ class ChunkTiers:
 
         with self._lock:
             self._spare.shed(pool, used_bytes, shrink)
+
+    def unfilled_bytes(self, pool: PoolId) -> int:
+        """What chunk states of a pool may still take pages for."""
+        with self._lock:
+            return self._spare.unfilled_bytes(pool)
 
     def describe_files(self) -> tuple[str, ...]:
         """The files behind the disk tier, for errors."""

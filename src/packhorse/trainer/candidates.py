@@ -49,7 +49,7 @@ MEASURE_LIMIT_S: Final = 5.0
 _MEASURE_SHARE: Final = 0.7
 # What comes after tracing, whatever the step: code and libraries that measuring, the search and the
 # first step load, and an evaluation before the first step.
-LATER_BYTES: Final = 40 * MIB
+LATER_BYTES: Final = 48 * MIB
 # What the tasks of one block in one micro-batch come to, about six: in programs and their proofs,
 # in how they are issued, in timelines and the text of those. Measured: 13 KiB a task.
 BLOCK_RUN_BYTES: Final = 72 * KIB

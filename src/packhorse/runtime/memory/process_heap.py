@@ -8,10 +8,10 @@ mapped from then on: that costs time, and holds what lives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Literal
 
-from packhorse.program.buffers import BufferId, Pool
+from packhorse.program.buffers import BufferId, Pool, PoolId
 from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import Task, workspace_of, writes_of
 from packhorse.runtime.kept_heap import find_heap_buffers, find_kept_bytes
@@ -44,6 +44,7 @@ class ProcessHeap:
         programs: all that will run.
         limit_bytes: what the process may hold as the kernel counts it; None: what it holds now and
             the pools.
+        unfilled_bytes: what chunk states of a pool may still take pages for, while a body runs.
     """
 
     def __init__(
@@ -52,8 +53,14 @@ class ProcessHeap:
         pools: Iterable[Pool],
         programs: Iterable[Program] = (),
         limit_bytes: int | None = None,
+        unfilled_bytes: Callable[[PoolId], int] = lambda _: 0,
     ) -> None:
         self._mode: Literal["keep", "map"] = mode
+        pools, programs = tuple(pools), tuple(programs)
+        # A pool that bodies share with chunks is filled by the one or the other.
+        shared = {program.workspace_pool for program in programs}
+        self._chunk_pools = [pool.id for pool in pools if pool.id not in shared]
+        self._unfilled_bytes = unfilled_bytes
         set_heap_mode(mode)
         self._sealed = seal_holes(mode)
         self._is_settled = mode == "map"
@@ -78,21 +85,35 @@ class ProcessHeap:
         """Do not settle it any more: what runs now takes as much."""
         self._is_settled = True
 
-    def make_room(self, task: Task) -> None:
-        """Give free pages back if a task could otherwise take the process above its limit."""
+    def make_room(self, task: Task, mapped_bytes: int = 0) -> None:
+        """Give free pages back if a task could otherwise take the process above its limit.
+
+        Args:
+            mapped_bytes: what the task takes in blocks that are mapped in either mode, so that
+                nothing of the heap can serve them.
+        """
         if self._limit_bytes is None:
             return
-        held_bytes, body_bytes = resident_bytes(), self._body_bytes(task)
+        held_bytes, body_bytes = self._held_bytes(), self._body_bytes(task)
         if held_bytes + body_bytes <= self._limit_bytes or held_bytes < self._repeat_bytes:
             return
+        small_bytes = max(0, body_bytes - mapped_bytes)
+        wasted_bytes = small_bytes // _WASTED
         if self._mode == "keep":
-            free_bytes = max(0, free_heap_bytes() - self._gone_bytes)
-            new_bytes = max(0, body_bytes - free_bytes // _USABLE) + body_bytes // _WASTED
+            usable_bytes = max(0, free_heap_bytes() - self._gone_bytes) // _USABLE
+            new_bytes = body_bytes - min(small_bytes, usable_bytes) + wasted_bytes
             if held_bytes + new_bytes <= self._limit_bytes:
                 return
-            self._map()
         trim_heap()
-        self._repeat_bytes = resident_bytes() + _REPEAT_BYTES
+        held_bytes = self._held_bytes()
+        if self._mode == "keep" and held_bytes + body_bytes + wasted_bytes > self._limit_bytes:
+            self._map()
+            held_bytes = self._held_bytes()
+        self._repeat_bytes = held_bytes + _REPEAT_BYTES
+
+    def _held_bytes(self) -> int:
+        """What the process holds, with chunks as they may become."""
+        return resident_bytes() + sum(map(self._unfilled_bytes, self._chunk_pools))
 
     def _body_bytes(self, task: Task) -> int:
         made_bytes = sum([self._sizes.get(buffer, 0) for buffer, _ in writes_of(task)])

@@ -30,15 +30,28 @@ class SparePages:
         self._limits = limits
         self._spare: dict[PoolId, dict[BufferId, int]] = {pool: {} for pool in limits}
         self._total = dict.fromkeys(limits, 0)
+        self._filled = dict.fromkeys(limits, 0)
+        self._fresh: dict[PoolId, dict[BufferId, int]] = {pool: {} for pool in limits}
+
+    def unfilled_bytes(self, pool: PoolId) -> int:
+        """What chunk states may still take pages for, those included that are being written."""
+        return max(0, self._limits[pool] - self._filled[pool])
+
+    def fill(self, pool: PoolId, buffer: BufferId) -> None:
+        """Note that a chunk state that was taken into use has been written, and has its pages."""
+        self._filled[pool] += self._fresh[pool].pop(buffer, 0)
 
     def keep(self, pool: PoolId, buffer: BufferId, size_bytes: int) -> None:
         """Note a freed chunk state whose pages stay for now."""
+        self.fill(pool, buffer)
         self._spare[pool][buffer] = size_bytes
         self._total[pool] += size_bytes
 
-    def reuse(self, pool: PoolId, buffer: BufferId) -> None:
-        """Note that a chunk state is in use again; its pages, if spare, are no longer so."""
-        self._total[pool] -= self._spare[pool].pop(buffer, 0)
+    def reuse(self, pool: PoolId, buffer: BufferId, size_bytes: int) -> None:
+        """Note that a chunk state is in use, or so again; its pages, if spare, are no longer so."""
+        spare_bytes = self._spare[pool].pop(buffer, 0)
+        self._total[pool] -= spare_bytes
+        self._fresh[pool][buffer] = size_bytes - spare_bytes
 
     def shed(self, pool: PoolId, used_bytes: int, drop: Callable[[BufferId, int], int]) -> None:
         """Drop pages so that the pool keeps to its limit.
@@ -55,6 +68,7 @@ class SparePages:
             buffer, held_bytes = next(iter(spare.items()))
             kept_bytes = drop(buffer, max(held_bytes - excess, 0))
             self._total[pool] -= held_bytes - kept_bytes
+            self._filled[pool] -= held_bytes - kept_bytes
             if kept_bytes:
                 spare[buffer] = kept_bytes
             else:
