@@ -132,13 +132,13 @@ def test_a_heap_that_outgrows_what_is_granted_is_mapped_from_then_on(libc: ctype
     use_blocks()
     heap.make_room(make_forward(4 * MIB))
     assert resident_bytes() - before > 40 * MIB  # what is granted, and kept
-    beside = mmap.mmap(-1, 24 * MIB)
-    for offset in range(0, 24 * MIB, mmap.PAGESIZE):
+    beside = mmap.mmap(-1, 66 * MIB)
+    for offset in range(0, 66 * MIB, mmap.PAGESIZE):
         beside[offset] = 1
-    heap.make_room(make_forward(4 * MIB))  # served from what is free, but it is too much already
-    assert resident_bytes() - before < 28 * MIB
+    heap.make_room(make_forward(4 * MIB))  # too much, even with all that is free given back
+    assert resident_bytes() - before < 70 * MIB
     use_blocks()
-    assert resident_bytes() - before < 28 * MIB  # nothing is kept any more
+    assert resident_bytes() - before < 70 * MIB  # nothing is kept any more
     beside.close()
     heap.close()
 
