@@ -117,6 +117,8 @@ def test_peak_by_hand() -> None:
 
     graph = trace(chain, x)
     assert peak_bytes(graph) == 800
+    assert peak_bytes(graph, at_least_bytes=400) == 800
+    assert peak_bytes(graph, at_least_bytes=401) == 0
     assert bytes_of([node for node in graph.nodes if node.op == "call_function"]) == 804
 
 

@@ -86,7 +86,11 @@ class BackwardCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyCosts:
-    """Bytes and FLOPs of a body, as `model.spec.Body` means them."""
+    """Bytes and FLOPs of a body, as `model.spec.Body` means them.
+
+    `forward_large_bytes` and `backward_large_bytes` are what a run holds at most in blocks of
+    `LARGE_BLOCK_BYTES` and more: workspace, and what it leaves.
+    """
 
     forward_flops: int
     backward_flops: int
@@ -96,6 +100,8 @@ class BodyCosts:
     forward_workspace_bytes: int
     discard_workspace_bytes: int
     backward_workspace_bytes: int
+    forward_large_bytes: int
+    backward_large_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

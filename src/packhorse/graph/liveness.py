@@ -8,10 +8,15 @@ value right after its last use, as fx's generated code does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 from torch import Tensor, fx
 
 from packhorse.graph.nodes import is_operation, writes_in_place
+from packhorse.units import MIB
+
+# The C heap maps blocks from here on, whatever its mode: see `runtime.memory.heap`.
+LARGE_BLOCK_BYTES: Final = 16 * MIB
 
 
 def storages_of(value: object) -> Iterator[tuple[int, int]]:
@@ -31,12 +36,18 @@ def bytes_of(nodes: Iterable[fx.Node], *, but: frozenset[int] | set[int] = froze
     return sum(size for key, size in found.items() if key not in but)
 
 
-def peak_bytes(graph: fx.Graph, *, owned: frozenset[int] | set[int] = frozenset()) -> int:
+def peak_bytes(
+    graph: fx.Graph,
+    *,
+    owned: frozenset[int] | set[int] = frozenset(),
+    at_least_bytes: int = 0,
+) -> int:
     """Largest number of bytes that a run of the graph holds beyond its arguments.
 
     Args:
         graph: placeholders are the arguments; the output node keeps what it returns.
         owned: storages of placeholders that count as the graph's own, live from the start.
+        at_least_bytes: smaller storages do not count.
     """
     nodes = list(graph.nodes)
     last: dict[int, int] = {}
@@ -52,6 +63,8 @@ def peak_bytes(graph: fx.Graph, *, owned: frozenset[int] | set[int] = frozenset(
     total = peak = 0
     for index, node in enumerate(nodes):
         for key, size in storages_of(node.meta.get("val")):
+            if size < at_least_bytes:
+                continue
             if key not in arguments and key not in live and node.op != "output":
                 live[key] = size
                 total += size

@@ -24,7 +24,13 @@ from packhorse.graph.code import (
 from packhorse.graph.extract import extract_graph, needed_for
 from packhorse.graph.flops import count_flops
 from packhorse.graph.interpret import Noise
-from packhorse.graph.liveness import bytes_of, moved_bytes, peak_bytes, storages_of
+from packhorse.graph.liveness import (
+    LARGE_BLOCK_BYTES,
+    bytes_of,
+    moved_bytes,
+    peak_bytes,
+    storages_of,
+)
 from packhorse.graph.nodes import writes_in_place
 from packhorse.graph.sinks import store_apart, store_first, store_later
 
@@ -111,6 +117,10 @@ def part_joint(
         ),
         discard_workspace_bytes=max(0, peak_bytes(discard.graph, owned=fresh) - output_bytes),
         backward_workspace_bytes=backward_peak,
+        forward_large_bytes=peak_bytes(keep.graph, owned=fresh, at_least_bytes=LARGE_BLOCK_BYTES),
+        backward_large_bytes=0
+        if backward_graph is None
+        else peak_bytes(backward_graph, at_least_bytes=LARGE_BLOCK_BYTES),
     )
     return BodyCode(
         keep=keep,

@@ -28,7 +28,6 @@ from packhorse.program.buffers import (
 )
 from packhorse.program.tasks import Backward, Forward, Recompute, Task
 from packhorse.runtime.memory.chunks import ChunkMemory
-from packhorse.runtime.memory.heap import KEEP_BELOW_BYTES
 from packhorse.runtime.noise import NoiseKey, draw_noise
 
 Payload = tuple[Tensor, ...]
@@ -92,7 +91,7 @@ class BodyRunner:
         """Run a forward; `key` None means evaluation, without dropout."""
         block, code = self._block(task.block)
         keeps = saved_id(task.block, task.microbatch) in task.writes
-        self._make_room(task, 0)
+        self._make_room(task, code.costs.forward_large_bytes)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
         if key is None:
             results = code.evaluate(*arguments)
@@ -112,7 +111,7 @@ class BodyRunner:
     ) -> dict[BufferId, Payload]:
         """Run a forward again for its saved values."""
         block, code = self._block(task.block)
-        self._make_room(task, 0)
+        self._make_room(task, code.costs.forward_large_bytes)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
         results = code.keep(*arguments, *self._noise(block.id, code, key))
         return {saved_id(task.block, task.microbatch): tuple(results[code.num_outputs :])}
@@ -120,13 +119,7 @@ class BodyRunner:
     def backward(self, task: Backward, visible: Visible) -> dict[BufferId, Payload]:
         """Run a backward; parameter gradients go into their chunks."""
         block, code = self._block(task.block)
-        large_bytes = sum(
-            parameter.nbytes
-            for parameter in self._arguments[task.block].parameters
-            if parameter.nbytes >= KEEP_BELOW_BYTES
-        )
-        # A gradient on its way into its chunk is as large.
-        self._make_room(task, min(large_bytes, task.workspace_bytes))
+        self._make_room(task, code.costs.backward_large_bytes)
         backward = code.backward
         assert backward is not None, f"block {block.name} has no backward"
         variant = _choose_variant(block, backward, task)

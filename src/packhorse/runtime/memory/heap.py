@@ -10,6 +10,7 @@ import ctypes
 import gc
 from typing import Final, Literal
 
+from packhorse.graph.liveness import LARGE_BLOCK_BYTES
 from packhorse.units import KIB, MIB
 
 _M_TRIM_THRESHOLD: Final = -1
@@ -20,7 +21,7 @@ _MAP_FROM_BYTES: Final = 64 * KIB
 # Blocks from here on are mapped in either mode. Into the hole that a large block leaves small ones
 # move, and then the next large one takes new pages: with glibc's largest threshold, 32 MiB, a kept
 # heap of 31 MiB gradients grew to twice what lived in it. Mapping costs little at this size.
-KEEP_BELOW_BYTES: Final = 16 * MIB
+KEEP_BELOW_BYTES: Final = LARGE_BLOCK_BYTES
 _SMALL_BYTES: Final = 4 * MIB
 # Below 512 bytes, such objects lie in Python's own pools.
 _OBJECT_BYTES: Final = 400
