@@ -130,7 +130,7 @@ def plan_recipe(
             chosen.profile,
             planning_ns=round((time.monotonic() - started_s) * 1e9) if measure else 0,
         ),
-        notes=(*candidates.notes, *_say_emulation(machine)),
+        notes=(*candidates.notes, *_say_emulation(machine), *_say_schedule(prepared)),
     )
 
 
@@ -185,7 +185,12 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
         run=estimate_recipe(
             plan, machine, prepared, traced.model, profile, planning_ns=planning_ns
         ),
-        notes=(*notes, *say_other_instructions(plan.numerics), *_say_emulation(machine)),
+        notes=(
+            *notes,
+            *say_other_instructions(plan.numerics),
+            *_say_emulation(machine),
+            *_say_schedule(prepared),
+        ),
     )
 
 
@@ -199,6 +204,12 @@ def _warn_of_busy_times(screen: Screen, profile: Profile) -> None:
     )
     if said is not None:
         screen.warn(said)
+
+
+def _say_schedule(prepared: PreparedRun) -> tuple[str, ...]:
+    from packhorse.optim.schedules import say_warmup
+
+    return say_warmup(prepared.recipe.warmup_steps, prepared.data.num_steps)
 
 
 def _say_emulation(machine: Machine) -> tuple[str, ...]:

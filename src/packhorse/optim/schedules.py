@@ -29,20 +29,15 @@ def count_warmup_steps(warmup_steps: float, total_steps: int) -> int:
     return int(warmup_steps) if warmup_steps >= 1 else math.ceil(total_steps * warmup_steps)
 
 
-def check_warmup(warmup_steps: float, total_steps: int) -> None:
-    """Refuse a warm-up in which a whole run would change nothing: its first step has rate 0.
-
-    Raises:
-        RecipeError: no step of the run has a rate above 0.
-    """
-    if total_steps == 1 and count_warmup_steps(warmup_steps, total_steps):
-        raise RecipeError(
-            f"the run has 1 step, and warmup_steps of {warmup_steps:g} give it a learning rate of"
-            " 0: nothing would be trained",
-            where="warmup_steps",
-            fix="set warmup_steps: 0, or train more steps: more epochs, max_steps, or smaller"
-            " batches",
-        )
+def say_warmup(warmup_steps: float, total_steps: int) -> tuple[str, ...]:
+    """Warn of a warm-up in which a whole run changes nothing: its first step has rate 0."""
+    if total_steps != 1 or not count_warmup_steps(warmup_steps, total_steps):
+        return ()
+    said = (
+        f"the run's only step is warm-up (warmup_steps {warmup_steps:g}) with a learning rate of 0,"
+        " so no weight will change: set warmup_steps: 0, or train more steps"
+    )
+    return (said,)
 
 
 def learning_rate_at(

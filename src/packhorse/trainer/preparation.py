@@ -18,7 +18,6 @@ from packhorse.graph.trace import Traced
 from packhorse.machine.spec import Machine
 from packhorse.optim.groups import assign_groups, find_module_kinds
 from packhorse.optim.optimizers import SGD, Optimizer
-from packhorse.optim.schedules import check_warmup
 from packhorse.plan.spec import OptimizerPlan, Plan
 from packhorse.trainer.batch_cut import BatchCut, cut_batch
 from packhorse.trainer.candidates import (
@@ -106,7 +105,6 @@ def prepare_run(
         progress=progress,
     )
     _check_positions(module, data.row_length)
-    check_warmup(recipe.warmup_steps, data.num_steps)
     optimizer = recipe.optimizer
     names = tuple(name for name, _ in module.named_parameters())
     groups = assign_groups(names, optimizer, module_kinds=find_module_kinds(module))
