@@ -17,6 +17,7 @@ from typing import Final
 from bench.children import (
     STATE_BYTES_PER_PARAMETER,
     expect_done,
+    probe_machine,
     read_metrics,
     run_command,
     work_folder,
@@ -55,14 +56,7 @@ def measure(bench: Bench) -> None:
         write_tokens(folder / "train.jsonl", num_rows=1, length=LENGTH, seed=0)
         scratch = folder / "scratch"
         bench.say("measuring this machine")
-        machine = folder / "machine.json"
-        granted = f"device={budget_bytes},disk={scratch}:{_DISK_BUDGET}"
-        expect_done(
-            run_command(
-                ["probe", "--fresh", "--budget", granted, "--out", str(machine)], folder=folder
-            ),
-            "probe",
-        )
+        machine = probe_machine(folder, device_bytes=budget_bytes, disk=_DISK_BUDGET)
         recipe = write_recipe(
             folder / "recipe.yaml",
             {

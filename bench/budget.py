@@ -20,7 +20,7 @@ from typing import Final
 
 from bench.children import (
     STATE_BYTES_PER_PARAMETER,
-    expect_done,
+    probe_machine,
     run_command,
     work_folder,
     write_recipe,
@@ -100,9 +100,7 @@ def measure(bench: Bench) -> None:
             ],
         )
         bench.say("measuring this machine")
-        budget = f"device={2 * place.state_bytes},disk={folder / 'scratch'}:{_DISK_BUDGET}"
-        machine = ["--budget", budget, "--out", str(folder / "machine.json")]
-        expect_done(run_command(["probe", "--fresh", *machine], folder=folder), "probe")
+        probe_machine(folder, device_bytes=2 * place.state_bytes, disk=_DISK_BUDGET)
         for share in bench.options.shares or (QUICK_SHARES if bench.quick else SHARES):
             title = f"budget of {format_percent(share)}"
             bench.say(title)

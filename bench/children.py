@@ -94,6 +94,19 @@ def run_command(
     return _run("bench.measured_command", [*arguments, "--json"], folder, group)
 
 
+def probe_machine(folder: Path, *, device_bytes: int, disk: str) -> Path:
+    """Measure this machine afresh, with these budgets; give its file, in `folder`.
+
+    Args:
+        disk: budget of the scratch space in `folder`.
+    """
+    machine = folder / "machine.json"
+    budget = f"device={device_bytes},disk={folder / 'scratch'}:{disk}"
+    arguments = ["probe", "--fresh", "--budget", budget, "--out", str(machine)]
+    expect_done(run_command(arguments, folder=folder), "probe")
+    return machine
+
+
 def run_plain(
     specification: Mapping[str, object], *, folder: Path, group: MemoryGroup | None = None
 ) -> Outcome:

@@ -14,7 +14,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from bench.children import expect_done, read_metrics, run_command, work_folder, write_recipe
+from bench.children import (
+    expect_done,
+    probe_machine,
+    read_metrics,
+    run_command,
+    work_folder,
+    write_recipe,
+)
 from bench.material import make_config, write_checkpoint, write_tokens
 from bench.report import Bench, at_most, run_bench, shown
 from packhorse.units import GIB, format_bytes, format_ns, format_percent
@@ -43,14 +50,7 @@ def measure(bench: Bench) -> None:
         write_tokens(folder / "train.jsonl", num_rows=NUM_STEPS, length=LENGTH, seed=0)
         budget_bytes = num_parameters * _RESIDENT_BYTES + _SPARE_BYTES
         bench.say("measuring this machine")
-        machine = folder / "machine.json"
-        granted = f"device={budget_bytes},disk={folder / 'scratch'}:{_DISK_BUDGET}"
-        expect_done(
-            run_command(
-                ["probe", "--fresh", "--budget", granted, "--out", str(machine)], folder=folder
-            ),
-            "probe",
-        )
+        probe_machine(folder, device_bytes=budget_bytes, disk=_DISK_BUDGET)
         steps: dict[str, list[dict[str, Any]]] = {"off": [], "kept": []}
         for turn in range(num_turns):
             for name, durable in (("off", "off"), ("kept", 1)):

@@ -30,6 +30,7 @@ from typing import Any, Final
 from bench.cgroups import NoGroupError, open_group
 from bench.children import (
     expect_done,
+    probe_machine,
     read_metrics,
     run_command,
     run_module,
@@ -133,14 +134,7 @@ def _measure_model(bench: Bench, name: str, place: Place) -> None:
     scratch = str(place.folder / "scratch")
     bench.say(f"{name}: the disk")
     rates = [measure_disk(scratch, file_bytes=probe_bytes)]
-    machine = place.folder / "machine.json"
-    budget = f"device={place.plenty_bytes},disk={scratch}:{_DISK_BUDGET}"
-    expect_done(
-        run_command(
-            ["probe", "--fresh", "--budget", budget, "--out", str(machine)], folder=place.folder
-        ),
-        "probe",
-    )
+    probe_machine(place.folder, device_bytes=place.plenty_bytes, disk=_DISK_BUDGET)
     runs: dict[str, Run] = {}
     for title, optimizer, clips in (
         ("in memory", "device", False),

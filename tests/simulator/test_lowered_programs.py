@@ -49,10 +49,9 @@ def test_inline_peaks_are_the_proofs(kind, tier, activations):
     assert last == dict(proof.entries[-1].used_bytes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_lanes_that_run_ahead_stay_within_what_the_program_needs(kind):
-    model = make_model(num_layers=4)
-    plan = make_plan(
+def make_away_plan(model, **options):
+    """Two micro-batches, recomputed, with every state on the disk."""
+    return make_plan(
         model,
         parameters="disk",
         gradients="disk",
@@ -60,7 +59,14 @@ def test_lanes_that_run_ahead_stay_within_what_the_program_needs(kind):
         activations="recompute",
         num_microbatches=2,
         budget_bytes={"device": 1 << 26, "disk": 1 << 30},
+        **options,
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lanes_that_run_ahead_stay_within_what_the_program_needs(kind):
+    model = make_model(num_layers=4)
+    plan = make_away_plan(model)
     roomy = lower_plan(plan, model, kind)
     needs = verify_program(roomy, model).peak_bytes
     # No byte more than the sequential replay needs: still no deadlock, and never above it.
@@ -76,16 +82,7 @@ def test_lanes_that_run_ahead_stay_within_what_the_program_needs(kind):
 @pytest.mark.parametrize("clips", [True, False])
 def test_a_step_behind_another_takes_as_long_as_each_of_many(clips):
     model = make_model(num_layers=4)
-    plan = make_plan(
-        model,
-        parameters="disk",
-        gradients="disk",
-        optimizer="disk",
-        activations="recompute",
-        num_microbatches=2,
-        clips=clips,
-        budget_bytes={"device": 1 << 26, "disk": 1 << 30},
-    )
+    plan = make_away_plan(model, clips=clips)
     program = lower_plan(plan, model, "train_step")
     alone, second, third, fourth = (
         simulate_program(program, costs=SlowDisk(), workers=OVERLAPPED, rounds=rounds)

@@ -37,10 +37,10 @@ from packhorse.errors import (
     StoppedError,
     StorageError,
 )
+from packhorse.machine.process_memory import largest_resident_bytes
 from packhorse.timeline.drift import busy_times
 from packhorse.timeline.spec import Timeline
 from packhorse.trainer.observer import SilentObserver, StepReport, TrainResult, Watch
-from packhorse.trainer.process_memory import largest_resident_bytes
 from packhorse.trainer.run_folder import (
     Beginning,
     Resume,

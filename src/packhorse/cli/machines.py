@@ -159,13 +159,19 @@ def advise_as_typed(choice: MachineChoice) -> Generator[None]:
 
 def warn_of_busy_rates(screen: Screen, machine: Machine) -> None:
     """Say that a machine's rates were measured while others computed there."""
-    from packhorse.machine.contention import say_busy
-
-    said = say_busy(
+    warn_of_busy(
+        screen,
         machine.busy_share,
         what="its rates",
         fix="measure again with `packhorse probe --fresh`",
     )
+
+
+def warn_of_busy(screen: Screen, busy_share: float, *, what: str, fix: str) -> None:
+    """Say that something was measured while others computed here; see `say_busy`."""
+    from packhorse.machine.contention import say_busy
+
+    said = say_busy(busy_share, what=what, fix=fix)
     if said is not None:
         screen.warn(said)
 

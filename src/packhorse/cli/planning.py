@@ -195,15 +195,14 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
 
 
 def _warn_of_busy_times(screen: Screen, profile: Profile) -> None:
-    from packhorse.machine.contention import say_busy
+    from packhorse.cli.machines import warn_of_busy
 
-    said = say_busy(
+    warn_of_busy(
+        screen,
         profile.busy_share,
         what="the times of the blocks",
         fix="`packhorse plan` measures them again",
     )
-    if said is not None:
-        screen.warn(said)
 
 
 def _say_schedule(prepared: PreparedRun) -> tuple[str, ...]:

@@ -6,13 +6,12 @@ In: what was planned and what was seen. Out: a rich table, lines to copy, or a J
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from packhorse.machine.process_memory import largest_resident_bytes
 from packhorse.units import (
-    KIB,
     format_bytes,
     format_count,
     format_ns,
@@ -119,7 +118,7 @@ def _say_peaks(planned: Planned, summary: Summary, baseline_bytes: int | None) -
 
 def _say_process(planned: Planned, baseline_bytes: int | None) -> str:
     """What the kernel counts, and why it is more than the budget."""
-    line = f"process: {format_bytes(_largest_resident_bytes())} of memory at its largest"
+    line = f"process: {format_bytes(largest_resident_bytes())} of memory at its largest"
     libraries = "" if baseline_bytes is None else f" ({format_bytes(baseline_bytes)})"
     if planned.machine.device != "cpu":
         return f"{line}, Python, torch and other libraries{libraries} included"
@@ -150,10 +149,6 @@ def _error(promised: int, measured: int) -> str:
     return f"{'+' if share >= 0.0005 else ''}{format_percent(share)}"
 
 
-def _largest_resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-
-
 def summary_as_dict(planned: Planned, summary: Summary) -> dict[str, object]:
     """Give a summary as what `json.dumps` takes."""
     prediction = planned.plan.prediction
@@ -175,5 +170,5 @@ def summary_as_dict(planned: Planned, summary: Summary) -> dict[str, object]:
         "predicted_peak_bytes": {
             tier: promised for tier, (_, promised, _) in _peaks(planned, summary).items()
         },
-        "resident_bytes": _largest_resident_bytes(),
+        "resident_bytes": largest_resident_bytes(),
     }

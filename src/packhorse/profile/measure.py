@@ -13,7 +13,6 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -141,15 +140,6 @@ def scale_time(found: BodyTime, ratio: float) -> BodyTime:
         discard_ns=round(found.discard_ns * ratio),
         backward_ns=round(found.backward_ns * ratio),
     )
-
-
-def resident_bytes() -> int:
-    """Tell the resident memory of this process, after collecting garbage."""
-    gc.collect()
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _measure_body(traced: Traced, body: BodyId) -> BodyTime:

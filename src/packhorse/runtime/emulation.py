@@ -17,7 +17,7 @@ from typing import Final
 
 from packhorse.program.program import Program, ProgramKind
 from packhorse.program.tasks import Lane
-from packhorse.runtime.lanes import Done, Lanes, Work
+from packhorse.runtime.lanes import Done, Lanes, LanesAround, Work
 
 Pace = Callable[[Program], Sequence[int]]
 """Gives for each task of a program the nanoseconds that it takes on the emulated machine."""
@@ -28,7 +28,7 @@ _SHORTEST_SLEEP_NS: Final = 200_000
 _MOST_CARRIED_NS: Final = 2_000_000
 
 
-class PacedLanes:
+class PacedLanes(LanesAround):
     """Lanes whose tasks take their time.
 
     Args:
@@ -46,7 +46,7 @@ class PacedLanes:
         now_ns: Callable[[], int] = time.perf_counter_ns,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._lanes = lanes
+        super().__init__(lanes)
         self._pace = pace
         self._now_ns = now_ns
         self._sleep = sleep
@@ -87,18 +87,6 @@ class PacedLanes:
             self._wait(lane, duration_ns, self._now_ns() - begin_ns)
 
         self._lanes.submit(index, lane, work_and_wait, done, after)
-
-    def wait_any(self) -> bool:
-        """Block until one more task has completed; see `Lanes`."""
-        return self._lanes.wait_any()
-
-    def wait_all(self) -> None:
-        """Block until all submitted tasks have completed."""
-        self._lanes.wait_all()
-
-    def close(self) -> None:
-        """Close the lanes beneath."""
-        self._lanes.close()
 
     def _wait(self, lane: Lane, duration_ns: int, worked_ns: int) -> None:
         if worked_ns > duration_ns:

@@ -3,10 +3,11 @@
 In: a disk tier with slots, the memory of chunks, a way to run programs. Out: kept steps, and all
 states back in their homes from a kept one, those on the disk without a byte moved.
 
-Nobody waits for a step that is kept. What lies in memory is written by a program that is issued
-behind the step. The commit takes its turn on the lane that writes to the disk: it begins when all
-of the step is complete, and what later steps write comes after it. So a record never speaks of a
-step whose last writes are on their way, and no write of a later step is among its slots.
+The caller does not wait for a step that is kept. What lies in memory is written by a program that
+is issued behind the step, on the lane that computes: the next step begins to compute when that is
+written. The commit takes its turn on the lane that writes to the disk: it begins when all of the
+step is complete, and what later steps write comes after it. So a record never speaks of a step
+whose last writes are on their way, and no write of a later step is among its slots.
 """
 
 from __future__ import annotations

@@ -76,6 +76,25 @@ class Lanes(Protocol):
         ...
 
 
+class LanesAround:
+    """Lanes around others, for what shall be done otherwise when a task is queued."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    def wait_any(self) -> bool:
+        """Block until one more task has completed; see `Lanes`."""
+        return self._lanes.wait_any()
+
+    def wait_all(self) -> None:
+        """Block until all submitted tasks have completed."""
+        self._lanes.wait_all()
+
+    def close(self) -> None:
+        """Close the lanes within."""
+        self._lanes.close()
+
+
 class InlineLanes:
     """Every lane on the caller's thread."""
 

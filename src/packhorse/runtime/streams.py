@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 
 from packhorse.program.tasks import Lane
-from packhorse.runtime.lanes import DeviceFailedError, Done, Lanes, Work
+from packhorse.runtime.lanes import DeviceFailedError, Done, Lanes, LanesAround, Work
 
 
 class Stream(Protocol):
@@ -56,7 +56,7 @@ class CudaStream:
         self._event.synchronize()
 
 
-class StreamLanes:
+class StreamLanes(LanesAround):
     """Lanes with a stream each.
 
     Args:
@@ -65,7 +65,7 @@ class StreamLanes:
     """
 
     def __init__(self, lanes: Lanes, make_stream: Callable[[], Stream]) -> None:
-        self._lanes = lanes
+        super().__init__(lanes)
         self._make_stream = make_stream
         self._streams: dict[Lane, Stream] = {}
 
@@ -87,15 +87,3 @@ class StreamLanes:
                 raise DeviceFailedError(index, lane, error) from error
 
         self._lanes.submit(index, lane, work_and_wait, done, after)
-
-    def wait_any(self) -> bool:
-        """Block until one more task has completed; see `Lanes`."""
-        return self._lanes.wait_any()
-
-    def wait_all(self) -> None:
-        """Block until all submitted tasks have completed."""
-        self._lanes.wait_all()
-
-    def close(self) -> None:
-        """Close the lanes beneath: what was queued on a stream is done then."""
-        self._lanes.close()

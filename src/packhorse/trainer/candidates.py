@@ -24,13 +24,13 @@ from packhorse.errors import InputError
 from packhorse.graph.export import Exported, export_module, is_transformers_model
 from packhorse.graph.trace import Traced, trace_blocks
 from packhorse.machine.contention import read_core_clocks
+from packhorse.machine.process_memory import resident_bytes
 from packhorse.machine.spec import Machine
 from packhorse.model.spec import Model
 from packhorse.profile.analytic import estimate_profile
 from packhorse.profile.measure import (
     Measurement,
     measure_profile,
-    resident_bytes,
     scale_profile,
 )
 from packhorse.profile.spec import Profile
@@ -250,6 +250,7 @@ def measure_baseline() -> int:
     if importlib.util.find_spec("transformers") is not None:
         importlib.import_module("transformers")
     trim_heap()
+    gc.collect()
     return resident_bytes()
 
 
@@ -289,6 +290,7 @@ def _measure_base(device: str, baseline_bytes: int) -> int:
     """What the device tier holds beside the ledger: of this process, or of a GPU's own memory."""
     if device != "cpu":
         return measure_device_base(torch.device(device))
+    gc.collect()
     return max(0, resident_bytes() - baseline_bytes) + LATER_BYTES
 
 

@@ -32,6 +32,7 @@ from packhorse.checkpoint.folders import checkpoint_path
 from packhorse.errors import DataError, InputError, StoppedError
 from packhorse.graph.trace import Traced
 from packhorse.machine.files import format_machine
+from packhorse.machine.process_memory import largest_resident_bytes
 from packhorse.machine.spec import Machine
 from packhorse.optim.schedules import learning_rate_at
 from packhorse.plan.files import PLAN_NAME, format_plan
@@ -52,7 +53,6 @@ from packhorse.trainer.observer import (
     Watch,
 )
 from packhorse.trainer.preparation import PreparedRun, trace_for_plan
-from packhorse.trainer.process_memory import largest_resident_bytes
 from packhorse.trainer.recipe_files import format_recipe
 from packhorse.trainer.reporters import MetricsReporter, open_reporters
 from packhorse.trainer.run_data import model_inputs

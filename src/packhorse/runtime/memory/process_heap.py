@@ -2,8 +2,9 @@
 
 In: the plan's heap mode, pools and programs, and what the process may hold. Out: a process within
 that. The ledger counts what lives; a heap that keeps what is freed holds more, and what it holds in
-pieces may serve none of the blocks of a body. A kept heap that would outgrow what is granted is
-mapped from then on: that costs time, and holds what lives.
+pieces may serve none of the blocks of a body. Where a body could take the process above what it may
+hold, free pages go back first; where that does not do, a kept heap is mapped from then on: that
+costs time, and holds what lives.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Literal
 
+from packhorse.machine.process_memory import resident_bytes
 from packhorse.program.buffers import BufferId, Pool, PoolId
 from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import Task, workspace_of, writes_of
@@ -23,7 +25,6 @@ from packhorse.runtime.memory.heap import (
     settle_heap,
     trim_heap,
 )
-from packhorse.runtime.memory.resident import resident_bytes
 from packhorse.units import MIB
 
 # What was trimmed in vain is not trimmed again before the process has grown by so much.
