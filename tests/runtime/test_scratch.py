@@ -16,7 +16,7 @@ from bench.reference import find_differences, train_plainly
 from bench.zoo import ZOO, build_model, make_steps
 from packhorse.machine.catalogue import load_known_machine
 from packhorse.machine.spec import Drive, Tier
-from packhorse.program.buffers import Chunk, ChunkId, Layout
+from packhorse.program.buffers import Chunk, ChunkId, Layout, Pool, PoolId
 from packhorse.runtime import hardware
 from packhorse.runtime.memory.backing import HostBacking
 from packhorse.runtime.scratch import choose_scratch, find_scratch
@@ -122,7 +122,11 @@ def test_chunks_lie_in_the_pages_that_the_disk_wants(
     chunk = Chunk(id=ChunkId(0), start=0, num_elements=128, group="all", trainable=True)
     layout = Layout(chunks=(chunk,), slots={}, dtypes={"param": "float32"})
     scratch = replace(make_scratch(Path("scratch")), huge_pages=huge_pages)
-    tiers = hardware.make_tiers(layout, torch.device("cpu"), {"device", "host"}, scratch)
+    pools = [
+        Pool(id=PoolId("device"), tier="device", capacity_bytes=0),
+        Pool(id=PoolId("host"), tier="host", capacity_bytes=0),
+    ]
+    tiers = hardware.make_tiers(layout, torch.device("cpu"), pools, scratch)
     assert asked == [huge_pages, huge_pages]
     for memory in tiers.values():
         memory.close()

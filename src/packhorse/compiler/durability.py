@@ -16,7 +16,7 @@ from packhorse.compiler.buffers import name_states
 from packhorse.compiler.layout import lay_out_chunks
 from packhorse.model.spec import Model
 from packhorse.plan.spec import Plan
-from packhorse.program.buffers import Buffer, BufferId, ChunkId, Layout
+from packhorse.program.buffers import Buffer, BufferId, Layout, split_state
 from packhorse.program.program import ProgramKind
 
 
@@ -40,7 +40,7 @@ def states_with_slots(plan: Plan, layout: Layout) -> Mapping[BufferId, Buffer]:
     return {
         name: buffer
         for name, buffer in name_states(plan, layout).items()
-        if ChunkId(int(name.rpartition("/")[2])) in trained
+        if split_state(name)[1] in trained
     }
 
 

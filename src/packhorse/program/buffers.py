@@ -32,6 +32,12 @@ def state_id(state: str, chunk: ChunkId) -> BufferId:
     return BufferId(f"{state}/{chunk}")
 
 
+def split_state(buffer: BufferId) -> tuple[str, ChunkId]:
+    """The state and the chunk behind a name that `state_id` gave."""
+    state, _, chunk = buffer.partition("/")
+    return state, ChunkId(int(chunk))
+
+
 def value_id(value: str, microbatch: int) -> BufferId:
     """Name a value of a micro-batch."""
     return BufferId(f"value/{value}@{microbatch}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,14 +29,14 @@ from packhorse.optim.norm import clip_coefficient
 from packhorse.optim.optimizers import Optimizer
 from packhorse.optim.schedules import scale_rate
 from packhorse.optim.update import update_shard
-from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, value_id
+from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, split_state, value_id
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
 from packhorse.runtime.disk import DiskTier, Keeping
 from packhorse.runtime.disk_places import find_places
 from packhorse.runtime.emulation import Pace, PacedLanes
 from packhorse.runtime.executor import Executor
-from packhorse.runtime.hardware import make_lanes, make_tiers
+from packhorse.runtime.hardware import find_own_pools, make_lanes, make_tiers
 from packhorse.runtime.keeper import StepKeeper
 from packhorse.runtime.lanes import LanesStuckError
 from packhorse.runtime.memory.chunks import chunk_table
@@ -142,48 +142,52 @@ class Engine:
         buffers = {b.id: b for program in programs.values() for b in program.buffers.values()}
         places = find_places(traced, programs.values())
         self._disk = DiskTier(buffers, scratch, keeping, resumed, places)
-        self._device = torch.device(device)
-        pools = programs["load"].pools
-        self._tiers = make_tiers(self._layout, self._device, {pool.tier for pool in pools}, scratch)
-        self._memory = self._tiers["device"]
-        tiers = ChunkTiers(
-            self._layout,
-            memory=self._tiers,
-            disk=self._disk,
-            pools=pools,
-            limits=find_limits(programs.values(), proofs.values()),
-            audit=audit,
-        )
-        own_tiers = {"host"} if self._device.type == "cuda" else {"device", "host"}
-        own = [pool for pool in pools if pool.tier in own_tiers]
-        self._heap = ProcessHeap(
-            heap, own, programs.values(), process_bytes, unfilled_bytes=tiers.unfilled_bytes
-        )
-        lanes = make_lanes(programs.values(), self._device, num_threads)
-        self._paced = None if pace is None else PacedLanes(lanes, pace)
-        self._executor = Executor(
-            program=programs["load"],
-            runner=BodyRunner(
-                traced, self._layout, self._memory, self._device, self._heap.make_room
-            ),
-            memory=self._memory,
-            tiers=tiers,
-            lanes=self._paced or lanes,
-            payloads=Payloads(self._device, self._disk, audit=audit, saved=places.saved),
-            parameter_order=tuple(traced.model.parameters),
-            audit=audit,
-            watch=watch,
-        )
-
-        self.keeper = StepKeeper(
-            self._disk,
-            self._memory,
-            self._chunks,
-            kinds=programs.keys(),
-            run=self._transfer,
-            executor=self._executor,
-            adopt=lambda: self._executor.adopt(programs["load"]),
-        )
+        with ExitStack() as undo:
+            undo.callback(self._disk.close)
+            self._device = torch.device(device)
+            pools = programs["load"].pools
+            self._tiers = make_tiers(self._layout, self._device, pools, scratch)
+            for memory in self._tiers.values():
+                undo.callback(memory.close)
+            self._memory = self._tiers["device"]
+            tiers = ChunkTiers(
+                self._layout,
+                memory=self._tiers,
+                disk=self._disk,
+                pools=pools,
+                limits=find_limits(programs.values(), proofs.values()),
+                audit=audit,
+            )
+            own = find_own_pools(pools, self._device)
+            self._heap = ProcessHeap(
+                heap, own, programs.values(), process_bytes, unfilled_bytes=tiers.unfilled_bytes
+            )
+            undo.callback(self._heap.close)
+            lanes = make_lanes(programs.values(), self._device, num_threads)
+            self._paced = None if pace is None else PacedLanes(lanes, pace)
+            self._executor = Executor(
+                program=programs["load"],
+                runner=BodyRunner(
+                    traced, self._layout, self._memory, self._device, self._heap.make_room
+                ),
+                memory=self._memory,
+                tiers=tiers,
+                lanes=self._paced or lanes,
+                payloads=Payloads(self._device, self._disk, audit=audit, saved=places.saved),
+                parameter_order=tuple(traced.model.parameters),
+                audit=audit,
+                watch=watch,
+            )
+            self.keeper = StepKeeper(
+                self._disk,
+                self._memory,
+                self._chunks,
+                kinds=programs.keys(),
+                run=self._transfer,
+                executor=self._executor,
+                adopt=lambda: self._executor.adopt(programs["load"]),
+            )
+            undo.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -237,8 +241,8 @@ class Engine:
         """Hand out every state, one chunk at a time; the sink must not keep the tensors."""
 
         def drain(buffer: BufferId) -> None:
-            state = buffer.partition("/")[0]
-            for piece in self._pieces(state, _chunk_of(buffer)):
+            state, chunk = split_state(buffer)
+            for piece in self._pieces(state, chunk):
                 sink(state, piece)
 
         self._transfer("save", drain)
@@ -452,9 +456,9 @@ class Engine:
                 self._executor.complete(run)
 
     def _fill(self, source: StateTransfer, buffer: BufferId) -> None:
-        state, chunk = buffer.partition("/")[0], self._chunks[_chunk_of(buffer)]
-        self._memory.tensor(state, chunk).zero_()
-        for piece in self._pieces(state, chunk.id):
+        state, chunk = split_state(buffer)
+        self._memory.tensor(state, self._chunks[chunk]).zero_()
+        for piece in self._pieces(state, chunk):
             source(state, piece)
 
     def _pieces(self, state: str, chunk: ChunkId) -> list[ParameterPiece]:
@@ -494,7 +498,3 @@ class Engine:
             clip_coefficient=coefficient,
             compute_param=None if master is None else tensors["param"],
         )
-
-
-def _chunk_of(buffer: BufferId) -> ChunkId:
-    return ChunkId(int(buffer.rpartition("/")[2]))

@@ -34,9 +34,9 @@ from packhorse.program.audit import check_against_proof
 from packhorse.program.buffers import (
     NORM,
     BufferId,
-    ChunkId,
     PoolId,
     TierName,
+    split_state,
     state_id,
     value_id,
 )
@@ -416,7 +416,7 @@ class Executor:
         visible = self._look(task.reads)
         parts: dict[str, list[tuple[int, Tensor]]] = {}
         for buffer, (segments,) in visible.items():
-            chunk = self._chunks[ChunkId(int(buffer.rpartition("/")[2]))]
+            chunk = self._chunks[split_state(buffer)[1]]
             offset = 0
             for start, stop, slot, first in self._memory.pieces(chunk):
                 count = count_segments(stop - start)

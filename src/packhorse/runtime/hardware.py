@@ -7,14 +7,14 @@ what is not states of chunks comes from torch's allocator, which gets a limit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from packhorse.program.buffers import Layout, TierName
+from packhorse.program.buffers import Layout, Pool, TierName
 from packhorse.program.lanes import has_transfers
 from packhorse.program.program import Program
 from packhorse.runtime.lanes import InlineLanes, Lanes, ThreadLanes
@@ -29,12 +29,13 @@ from packhorse.storage.scratch_space import Scratch
 def make_tiers(
     layout: Layout,
     device: torch.device,
-    tiers: Collection[TierName],
+    pools: Iterable[Pool],
     scratch: Path | Scratch | None = None,
 ) -> dict[TierName, ChunkMemory]:
     """Make the tiers of memory: the device's, and where a plan uses it, the host's.
 
     Args:
+        pools: of the programs.
         scratch: says whether the disk wants the memory of this process in huge pages.
     """
     is_cuda = device.type == "cuda"
@@ -44,9 +45,15 @@ def make_tiers(
     in_memory = partial(HostBacking, huge_pages=huge_pages)
     on_device = partial(CudaBacking, device=_index_of(device)) if is_cuda else in_memory
     made: dict[TierName, ChunkMemory] = {"device": ChunkMemory(layout, on_device)}
-    if "host" in tiers:
+    if any(pool.tier == "host" for pool in pools):
         made["host"] = ChunkMemory(layout, partial(in_memory, pinned=is_cuda))
     return made
+
+
+def find_own_pools(pools: Iterable[Pool], device: torch.device) -> list[Pool]:
+    """The pools that are this process's memory."""
+    tiers = {"host"} if device.type == "cuda" else {"device", "host"}
+    return [pool for pool in pools if pool.tier in tiers]
 
 
 def make_lanes(programs: Iterable[Program], device: torch.device, num_threads: int) -> Lanes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from packhorse.program.buffers import BufferId, Chunk, ChunkId
+from packhorse.program.buffers import BufferId, Chunk, ChunkId, split_state
 from packhorse.program.program import ProgramKind
 from packhorse.runtime.disk import DiskTier
 from packhorse.runtime.executor import Executor
@@ -143,5 +143,5 @@ class StepKeeper:
         self._disk.write(buffer, self._address(buffer))
 
     def _address(self, buffer: BufferId) -> int:
-        state, _, chunk = buffer.partition("/")
-        return self._memory.address(state, self._chunks[ChunkId(int(chunk))])
+        state, chunk = split_state(buffer)
+        return self._memory.address(state, self._chunks[chunk])
