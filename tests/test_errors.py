@@ -25,6 +25,7 @@ PINNED: dict[type[errors.PackhorseError], tuple[int, str]] = {
     errors.StorageError: (4, ""),
     errors.AuditError: (4, ""),
     errors.StuckError: (4, ""),
+    errors.PeerLostError: (4, ""),
     errors.StoppedError: (75, ""),
 }
 TEXT = """\

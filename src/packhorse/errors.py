@@ -16,6 +16,7 @@
         StorageError                    disk full, unwritable, truncated or changed under a run
         AuditError                      a task did what its program does not say
         StuckError                      no lane moves any more: a drive, a link or a peer is gone
+        PeerLostError                   another rank has failed or is gone
       StoppedError           exit 75  a signal stopped the run; it can be resumed
     anything else is our own bug      exit 1
 
@@ -144,6 +145,10 @@ class AuditError(RunFailedError):
 
 class StuckError(RunFailedError):
     """No lane has moved for long; names the task, its buffers and its file."""
+
+
+class PeerLostError(RunFailedError):
+    """Another rank has failed or is gone; names what this one waited for."""
 
 
 class StoppedError(PackhorseError):

@@ -10,14 +10,27 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
-    Lane,
+    OwnLane,
+    PackLosses,
+    PackNorms,
     Recompute,
+    Recv,
     SegmentNorm,
+    Send,
+    SumTied,
     Task,
     Update,
     lane_of,
 )
-from packhorse.timeline.names import KINDS, LANES, kind_of, name_of, words_for
+from packhorse.timeline.names import (
+    KINDS,
+    LANES,
+    is_lane,
+    kind_of,
+    name_of,
+    order_lanes,
+    words_for,
+)
 
 COMPUTE = {"block": 3, "microbatch": 1, "reads": (), "writes": (), "workspace_bytes": 0}
 NAMES = {
@@ -27,6 +40,11 @@ NAMES = {
     Backward(**COMPUTE): ("backward 3@1", "backward"),
     SegmentNorm(chunk=2, reads=(), writes=(), workspace_bytes=0): ("norm 2", "norm"),
     GradNorm(reads=(), writes=()): ("norm", "norm"),
+    SumTied(parameter="w", reads=(), writes=()): ("sum w", "backward"),
+    PackNorms(reads=(), writes=()): ("pack norms", "norm"),
+    PackLosses(reads=(), writes=()): ("pack losses", "emit"),
+    Send(buffer="b", peer=1): ("send b to 1", "send"),
+    Recv(buffer="b", peer=0): ("receive b from 0", "receive"),
     Update(chunk=2, where="device", reads=(), writes=(), workspace_bytes=0): (
         "update 2",
         "update",
@@ -49,8 +67,21 @@ def test_every_task_has_its_name_and_kind():
 
 def test_kinds_and_lanes_are_complete():
     assert {kind for _, kind in NAMES.values()} == set(KINDS)
-    assert set(LANES) == set(get_args(Lane))
-    assert {lane_of(task) for task in NAMES} <= set(LANES)
+    assert set(LANES) == set(get_args(OwnLane))
+    assert all(is_lane(lane_of(task)) for task in NAMES)
+    assert not any(map(is_lane, ("send", "receive x", "computes")))
+
+
+def test_lanes_of_a_rank_come_before_those_to_others():
+    found = ["receive 10", "send 2", "disk_read", "send 10", "compute", "receive 2"]
+    assert order_lanes(found) == (
+        "compute",
+        "disk_read",
+        "receive 10",
+        "send 10",
+        "receive 2",
+        "send 2",
+    )
 
 
 def test_words_for_people():

@@ -14,14 +14,17 @@ from typing import Final
 
 from packhorse.compiler.layout import find_chunks
 from packhorse.compiler.passes.updates import (
+    find_norm_exchange,
     place_updates,
     takes_norm_to_host,
     updated_states,
 )
 from packhorse.errors import DoesNotFitError
+from packhorse.model.parts import whole_of
 from packhorse.model.spec import ITEM_BYTES, Model, Parameter, Value
 from packhorse.plan.spec import ChunkPlan, Plan
 from packhorse.program.buffers import (
+    LOSSES,
     NORM,
     NORM_SEGMENT_ELEMENTS,
     Buffer,
@@ -32,6 +35,7 @@ from packhorse.program.buffers import (
     PoolId,
     TierName,
     norm_id,
+    packed_norms_id,
     saved_id,
     state_id,
     tied_grad_id,
@@ -96,10 +100,11 @@ def name_gradients(plan: Plan, layout: Layout) -> Mapping[BufferId, Buffer]:
 def name_transients(
     plan: Plan, model: Model, layout: Layout, *, num_microbatches: int
 ) -> Mapping[BufferId, Buffer]:
-    """Name whatever else may live inside a step: norms, tied sums, and values of all kinds."""
+    """Name whatever else may live inside a step: norms, tied sums, losses, values of all kinds."""
     found = (
-        *_norms(plan, layout),
+        *_norms(plan, model, layout),
         *_tied_sums(plan, model, layout),
+        _transient(plan, LOSSES, num_microbatches * _loss_bytes(model)),
         *(
             buffer
             for index in range(num_microbatches)
@@ -192,7 +197,12 @@ def _state_bytes(layout: Layout, state: str, chunk: Chunk) -> int:
     return chunk.num_elements * ITEM_BYTES[layout.dtypes[state]]
 
 
-def _norms(plan: Plan, layout: Layout) -> Iterable[Buffer]:
+def _loss_bytes(model: Model) -> int:
+    whole = whole_of(model)
+    return whole.values[whole.loss].size_bytes
+
+
+def _norms(plan: Plan, model: Model, layout: Layout) -> Iterable[Buffer]:
     segments = {chunk.id: 0 for chunk in layout.chunks}
     for name, chunks in find_chunks(layout).items():
         slot = layout.slots[name]
@@ -202,6 +212,8 @@ def _norms(plan: Plan, layout: Layout) -> Iterable[Buffer]:
             segments[chunk.id] += ceil((stop - start) / NORM_SEGMENT_ELEMENTS)
     for chunk, count in segments.items():
         yield _transient(plan, norm_id(chunk), count * NORM_BYTES)
+    for rank, count in find_norm_exchange(model).counting.items():
+        yield _transient(plan, packed_norms_id(rank), count * NORM_BYTES)
     norm = _transient(plan, NORM, NORM_BYTES)
     if takes_norm_to_host(plan.optimizer, place_updates(plan), layout):
         norm = replace(norm, pools={**norm.pools, "host": PoolId("host")})
@@ -216,11 +228,13 @@ def _activations(plan: Plan, model: Model, microbatch: int) -> Iterable[Buffer]:
             made = replace(made, pools={**made.pools, tier: PoolId(tier)})
         yield made
         yield _transient(plan, value_grad_id(value.id, microbatch), value.size_bytes)
-    last = len(model.blocks) - 1
+    if model.loss not in model.values:
+        yield _transient(plan, value_id(model.loss, microbatch), _loss_bytes(model))
+    # The last block's backward follows its forward, but for that of a part.
+    last = None if model.part else len(model.blocks) - 1
     for block, planned in zip(model.blocks, plan.blocks, strict=True):
         saved_bytes = model.bodies[block.body].saved_bytes
         saved = _transient(plan, saved_id(block.id, microbatch), saved_bytes)
-        # The last block's backward follows its forward: what it saves has no time to leave.
         if planned.activations.value == "offload" and saved_bytes and block.id != last:
             away = plan.offload.value
             saved = replace(saved, pools={**saved.pools, away: PoolId(away)})
@@ -238,11 +252,14 @@ def _tied_sums(plan: Plan, model: Model, layout: Layout) -> Iterable[Buffer]:
 
 
 def _tied_parameters(model: Model) -> list[Parameter]:
-    return [parameter for parameter in model.parameters.values() if len(parameter.blocks) > 1]
+    # By their users on all ranks.
+    whole = whole_of(model).parameters
+    return [whole[name] for name in model.parameters if len(whole[name].blocks) > 1]
 
 
 def _is_boundary(model: Model, value: Value) -> bool:
-    return value.producer is not None and value.id != model.loss
+    made = whole_of(model).values[value.id]
+    return made.producer is not None and value.id != model.loss
 
 
 def _transient(plan: Plan, buffer: BufferId, size_bytes: int) -> Buffer:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from packhorse.errors import InputError
+from packhorse.model.parts import whole_of
 from packhorse.model.spec import BlockId, Model, Parameter, ParameterName
 from packhorse.plan.spec import Piece
 from packhorse.program.buffers import CHUNK_ALIGN_ELEMENTS, SLOT_ALIGN_ELEMENTS
@@ -65,7 +66,7 @@ def pack_chunks(model: Model, chunk_bytes: int) -> tuple[ProposedChunk, ...]:
     limit = max(chunk_bytes // STATE_ITEM_BYTES, 1)
     runs: list[_Run] = []
     for members in _by_block(model):
-        runs += _fill(members, limit)
+        runs += _fill(members, limit, own=_is_summed(model, members[0]))
     return tuple(_propose(model, run) for run in _merge_small(runs, limit))
 
 
@@ -92,13 +93,14 @@ def _by_block(model: Model) -> list[list[Parameter]]:
     order += [p for name, p in model.parameters.items() if name not in seen]
     for parameter in order:
         first = parameter.blocks[0] if parameter.blocks else last
-        own = parameter.name if len(parameter.blocks) > 1 else ""
+        own = parameter.name if _is_summed(model, parameter) else ""
         key = (first, parameter.group, parameter.trainable, own)
         found.setdefault(key, []).append(parameter)
     return list(found.values())
 
 
-def _fill(members: Sequence[Parameter], limit: int) -> list[_Run]:
+def _fill(members: Sequence[Parameter], limit: int, *, own: bool) -> list[_Run]:
+    # `own`: the chunks of one parameter, which they share with no other.
     runs: list[tuple[Piece, ...]] = []
     current: tuple[Piece, ...] = ()
     for parameter in members:
@@ -120,11 +122,15 @@ def _fill(members: Sequence[Parameter], limit: int) -> list[_Run]:
             pieces=pieces,
             group=first.group,
             trainable=first.trainable,
-            fixed=len(first.blocks) > 1
-            or any(p.stop - p.start < whole[ParameterName(p.parameter)] for p in pieces),
+            fixed=own or any(p.stop - p.start < whole[ParameterName(p.parameter)] for p in pieces),
         )
         for pieces in runs
     ]
+
+
+def _is_summed(model: Model, parameter: Parameter) -> bool:
+    # Whether several blocks use it, on this rank or any.
+    return len(whole_of(model).parameters[parameter.name].blocks) > 1
 
 
 def _cut(parameter: Parameter, limit: int) -> tuple[Piece, ...]:

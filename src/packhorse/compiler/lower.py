@@ -3,7 +3,7 @@
 In: a plan, the model it was made for and what the program is for. Out: a `Program` that ends in
 the state in which it began (a load fills it, a save leaves it).
 
-    chunks -> layout -> compute order -> norms and updates -> residency -> frees
+    chunks -> layout -> runs -> compute order -> norms and updates -> residency -> frees
     -> cache -> pools -> prefetch
 
 Whoever lowers many plans of one model has a `Lowerer`: up to the residency pass, most of what they
@@ -35,9 +35,16 @@ from packhorse.compiler.passes.order import order_evaluation, order_train_step
 from packhorse.compiler.passes.prefetch import hoist_copies
 from packhorse.compiler.passes.residency import add_residency
 from packhorse.compiler.passes.states import order_load, order_save
-from packhorse.compiler.passes.updates import add_updates, place_updates, takes_norm_to_host
+from packhorse.compiler.passes.updates import (
+    add_updates,
+    find_norm_exchange,
+    place_updates,
+    takes_norm_to_host,
+)
 from packhorse.compiler.replay import replay_pools
+from packhorse.compiler.runs import Runs, run_alone, run_forward
 from packhorse.errors import InputError, RefusedError
+from packhorse.model.parts import whole_of
 from packhorse.model.spec import Model
 from packhorse.plan.spec import Plan
 from packhorse.program.buffers import Buffer, BufferId, Layout
@@ -72,21 +79,29 @@ class _Draft:
 
 
 def lower_plan(
-    plan: Plan, model: Model, kind: ProgramKind, *, eval_microbatches: int | None = None
+    plan: Plan,
+    model: Model,
+    kind: ProgramKind,
+    *,
+    runs: Runs = (),
+    eval_microbatches: int | None = None,
 ) -> Program:
-    """Lower one plan to a program; see `Lowerer.lower`."""
-    return Lowerer(model).lower(plan, kind, eval_microbatches=eval_microbatches)
+    """Lower one plan to a program; see `Lowerer` and its `lower`."""
+    return Lowerer(model, runs).lower(plan, kind, eval_microbatches=eval_microbatches)
 
 
 class Lowerer:
     """Lowers plans of one model; what they have in common is worked out once.
 
     Args:
-        model: traced at the plans' micro-batch shape.
+        model: traced at the plans' micro-batch shape; or the part of it that one rank computes.
+        runs: of a training step of all ranks, where there are several; alone, a rank runs in the
+            order that a plan says.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, runs: Runs = ()) -> None:
         self._model = model
+        self._runs = runs
         self._layouts: dict[object, Layout] = {}
         self._orders: OrderedDict[object, _Ordered] = OrderedDict()
         self._transients: dict[object, Mapping[BufferId, Buffer]] = {}
@@ -122,7 +137,7 @@ class Lowerer:
         return Program(
             kind=kind,
             model=self._model.fingerprint,
-            rank=0,
+            rank=0 if self._model.part is None else self._model.part.rank,
             num_microbatches=draft.num_microbatches,
             pools=pools,
             workspace_pool=heap_pool(plan),
@@ -201,25 +216,28 @@ class Lowerer:
         )
 
     def _order_step(self, plan: Plan, layout: Layout) -> _Ordered:
-        _check_trains(self._model)
+        _check_trains(whole_of(self._model))
         key = self._step_key(plan, layout)
         found = self._find_order(key)
         if found is not None:
             return found
+        count = plan.numerics.num_microbatches
         tasks = order_train_step(
             self._model,
             layout,
+            self._runs or run_alone(self._model, count, plan.order.value),
             recomputed=[
                 block.id
                 for block, planned in zip(self._model.blocks, plan.blocks, strict=True)
                 if planned.activations.value == "recompute"
             ],
-            num_microbatches=plan.numerics.num_microbatches,
-            order=plan.order.value,
+            num_microbatches=count,
             tied_sum=plan.numerics.tied_sum,
         )
-        tasks = add_updates(tasks, layout, plan.optimizer, place_updates(plan))
-        return self._keep_order(key, plan, layout, tasks, plan.numerics.num_microbatches)
+        tasks = add_updates(
+            tasks, layout, plan.optimizer, place_updates(plan), find_norm_exchange(self._model)
+        )
+        return self._keep_order(key, plan, layout, tasks, count)
 
     def _evaluation_key(self, plan: Plan, layout: Layout, count: int) -> object:
         together = _num_together(plan)
@@ -230,9 +248,9 @@ class Lowerer:
         found = self._find_order(key)
         if found is not None:
             return found
-        tasks = order_evaluation(
-            self._model, layout, num_microbatches=count, num_together=_num_together(plan)
-        )
+        whole = whole_of(self._model)
+        runs = run_forward(whole, count, num_together=_num_together(plan))
+        tasks = order_evaluation(self._model, layout, runs, num_microbatches=count)
         return self._keep_order(key, plan, layout, tasks, count)
 
     def _find_order(self, key: object) -> _Ordered | None:
@@ -286,7 +304,7 @@ class Lowerer:
         if key not in self._heap_bytes:
             self._heap_bytes[key] = _peak_of_heap(self._draft(plan, layout, "evaluate", together))
         heap_bytes = self._heap_bytes[key]
-        if not self._model.num_trainable:
+        if not whole_of(self._model).num_trainable:
             return heap_bytes
         key = self._step_key(plan, layout)
         if key not in self._heap_bytes:
@@ -319,6 +337,7 @@ def _num_together(plan: Plan) -> int:
 
 
 def _check_trains(model: Model) -> None:
+    # Of a model, whatever one rank of it trains.
     if not model.num_trainable:
         raise RefusedError(
             "every parameter is frozen, so there is nothing to train",

@@ -6,6 +6,7 @@ In: a plan and a model. Out: nothing, or an error that names what is in the way.
 from __future__ import annotations
 
 from packhorse.errors import RefusedError
+from packhorse.model.parts import find_shared
 from packhorse.model.spec import Model
 from packhorse.plan.identity import check_plan
 from packhorse.plan.spec import ChunkPlan, Plan
@@ -65,6 +66,9 @@ def _check_numerics(plan: Plan) -> None:
 
 
 def _check_order(plan: Plan, model: Model) -> None:
+    if model.part is not None:
+        _check_shared(plan, model)
+        return
     if plan.order.value == "depth_first" or plan.numerics.tied_sum == "per_step":
         return
     tied = model.summed_parameters
@@ -75,6 +79,19 @@ def _check_order(plan: Plan, model: Model) -> None:
             where="plan.order and plan.numerics.tied_sum",
             fix="set order: depth_first, or numerics.tied_sum: per_step (other numbers in the last "
             "bits)",
+        )
+
+
+def _check_shared(plan: Plan, model: Model) -> None:
+    assert model.part is not None
+    shared = list(find_shared(model.part.whole, model.part.owners))
+    if shared and plan.numerics.num_microbatches > 1 and plan.numerics.tied_sum != "per_step":
+        raise RefusedError(
+            f"{shared[0]} is used by blocks on several ranks, but its gradient is summed"
+            " micro-batch by micro-batch",
+            where="plan.numerics.tied_sum",
+            fix="set numerics.tied_sum: per_step (other numbers in the last bits), or put its"
+            " blocks on one rank",
         )
 
 

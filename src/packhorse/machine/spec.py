@@ -73,6 +73,15 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLink:
+    """The one-way path from this rank to another one."""
+
+    peer: int
+    bytes_per_s: float
+    latency_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulPoint:
     """One measured point of the matmul curve: an n x n x n product in `dtype`."""
 
@@ -135,6 +144,7 @@ class Machine:
     `compute_scale` is how much longer blocks take in a run than when they are profiled alone, as a
     run showed. `busy_share` is the share of the compute threads' time that other processes took
     while the rates of compute and memory were measured. `saving` is None where nobody measured it.
+    `peers` are the links to other ranks.
     """
 
     name: str
@@ -155,10 +165,15 @@ class Machine:
     compute_scale: float = 1.0
     busy_share: float = 0.0
     emulation: Emulation | None = None
+    peers: tuple[PeerLink, ...] = ()
 
     def tier(self, name: TierName) -> Tier | None:
         """Find a tier by name."""
         return next((tier for tier in self.tiers if tier.name == name), None)
+
+    def peer_link(self, peer: int) -> PeerLink | None:
+        """Find the link to another rank."""
+        return next((link for link in self.peers if link.peer == peer), None)
 
     def link(self, source: TierName, target: TierName) -> Link | None:
         """Find the one-way link between two tiers."""

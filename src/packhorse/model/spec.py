@@ -111,11 +111,31 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Of which model a part is, and which part: the blocks that one rank computes.
+
+    `owners` gives for each block of the whole model the rank that computes it. Blocks are numbered
+    anew in a part; a number of the whole model is called global.
+    """
+
+    whole: Model
+    owners: tuple[int, ...]
+    rank: int
+
+    @property
+    def blocks(self) -> tuple[BlockId, ...]:
+        """Global numbers of the part's blocks, in its order."""
+        return tuple(block.id for block in self.whole.blocks if self.owners[block.id] == self.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model traced for micro-batches of `rows` rows of `length` tokens.
+    """A model traced for micro-batches of `rows` rows of `length` tokens, or a part of one.
 
     `loss` is the scalar output of the last block. `fingerprint` covers graph and shapes of the
-    model, never values, and does not depend on `rows`, `length` or which parameters are frozen.
+    model, never values, and does not depend on `rows`, `length` or which parameters are frozen; a
+    part has that of the whole. In a part `producer` and `consumers` of a value are blocks of the
+    part alone, and one that another rank makes has no producer; `loss` may be another rank's.
     """
 
     name: str
@@ -127,6 +147,17 @@ class Model:
     bodies: Mapping[BodyId, Body]
     values: Mapping[ValueId, Value]
     parameters: Mapping[ParameterName, Parameter]
+    part: Part | None = None
+
+    @property
+    def step_inputs(self) -> tuple[ValueId, ...]:
+        """The values that are fed and used, in order."""
+        made = self.values if self.part is None else self.part.whole.values
+        return tuple(
+            name
+            for name, value in self.values.items()
+            if value.consumers and made[name].producer is None
+        )
 
     @property
     def num_parameters(self) -> int:

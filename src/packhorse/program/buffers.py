@@ -4,8 +4,9 @@ A buffer's name says what it holds: `param/3` (a state of chunk 3), `value/h2@0`
 micro-batch 0), `dvalue/h2@0` (its gradient), `saved/2@0` (what block 2 saved for its backward),
 `wgrad/embed.weight@1` (the running gradient of a tied parameter, apart from its chunk from the
 second micro-batch on), `wsum/embed.weight/0` (what block 0 adds to a tied parameter in a whole
-step, where each user is summed on its own), `norm/3` (segment norms of chunk 3) and `norm` (the
-global norm).
+step, where each user is summed on its own; the block's number is global), `norm/3` (segment norms
+of chunk 3), `norms@1` (all segment norms of rank 1), `losses` (of all micro-batches) and `norm`
+(the global norm).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ SLOT_ALIGN_ELEMENTS: Final = 32  # 64 bytes also in bf16
 NORM_SEGMENT_ELEMENTS: Final = 16_384
 NORM_WORKSPACE_BYTES: Final = 8 * 4 * NORM_SEGMENT_ELEMENTS  # four segments in float64 at a time
 NORM: Final = BufferId("norm")
+LOSSES: Final = BufferId("losses")
 
 
 def state_id(state: str, chunk: ChunkId) -> BufferId:
@@ -66,9 +68,25 @@ def tied_sum_id(parameter: str, block: int) -> BufferId:
     return BufferId(f"wsum/{parameter}/{block}")
 
 
+def split_sum(buffer: BufferId) -> tuple[str, int]:
+    """The parameter and the user behind a name that `tied_sum_id` gave."""
+    parameter, _, block = buffer.removeprefix("wsum/").rpartition("/")
+    return parameter, int(block)
+
+
+def split_value(buffer: BufferId) -> str:
+    """The value behind a name that `value_id` or `value_grad_id` gave."""
+    return buffer.partition("/")[2].rpartition("@")[0]
+
+
 def norm_id(chunk: ChunkId) -> BufferId:
     """Name the segment norms of a chunk's gradient."""
     return BufferId(f"norm/{chunk}")
+
+
+def packed_norms_id(rank: int) -> BufferId:
+    """Name the segment norms of all chunks of a rank, in the order of its chunks."""
+    return BufferId(f"norms@{rank}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

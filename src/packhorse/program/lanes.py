@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from packhorse.program.buffers import BufferId, TierName
-from packhorse.program.tasks import Copy, Free, Lane, Task, lane_of, reads_of, writes_of
+from packhorse.program.tasks import (
+    Copy,
+    Free,
+    Lane,
+    Recv,
+    Send,
+    Task,
+    lane_of,
+    reads_of,
+    writes_of,
+)
 
 
 def assign_lanes(tasks: Sequence[Task]) -> tuple[Lane, ...]:
@@ -29,5 +39,5 @@ def assign_lanes(tasks: Sequence[Task]) -> tuple[Lane, ...]:
 
 
 def has_transfers(tasks: Sequence[Task]) -> bool:
-    """Whether anything is moved between tiers; without, there is nothing to overlap."""
-    return any(isinstance(task, Copy) for task in tasks)
+    """Whether anything is moved between tiers or ranks; without, there is nothing to overlap."""
+    return any(isinstance(task, Copy | Send | Recv) for task in tasks)

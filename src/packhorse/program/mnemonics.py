@@ -12,7 +12,7 @@ from typing import Final, assert_never
 
 from packhorse.program.buffers import BufferId, ChunkId
 from packhorse.program.declarations import TIERS
-from packhorse.program.lines import Line, Names, NamesRead
+from packhorse.program.lines import Line, Names, NamesRead, escape_name, unescape_name
 from packhorse.program.tasks import (
     Backward,
     Copy,
@@ -23,8 +23,13 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    PackLosses,
+    PackNorms,
     Recompute,
+    Recv,
     SegmentNorm,
+    Send,
+    SumTied,
     Task,
     Update,
 )
@@ -36,7 +41,24 @@ BLOCK_TASKS: Final[Mapping[str, type[Forward] | type[Recompute] | type[Backward]
 BUFFER_TASKS: Final[Mapping[str, type[Emit] | type[Import] | type[Export]]] = MappingProxyType(
     {"EMIT": Emit, "IMP": Import, "EXP": Export}
 )
-MNEMONICS: Final = (*BLOCK_TASKS, "FEED", "SEG", "NORM", "UPD", "CP", "FREE", *BUFFER_TASKS)
+PEER_TASKS: Final[Mapping[str, type[Send] | type[Recv]]] = MappingProxyType(
+    {"SEND": Send, "RECV": Recv}
+)
+LIST_TASKS: Final[Mapping[str, type[PackNorms] | type[PackLosses] | type[GradNorm]]] = (
+    MappingProxyType({"PACKN": PackNorms, "PACKL": PackLosses, "NORM": GradNorm})
+)
+MNEMONICS: Final = (
+    *BLOCK_TASKS,
+    "FEED",
+    "TIED",
+    "SEG",
+    *LIST_TASKS,
+    "UPD",
+    "CP",
+    "FREE",
+    *PEER_TASKS,
+    *BUFFER_TASKS,
+)
 HEAD_WIDTH: Final = 18
 
 
@@ -53,9 +75,15 @@ def format_task(task: Task, names: Names) -> str:
             return _join("B", _block_of(task), _accesses_of(task, names))
         case SegmentNorm():
             return _join("SEG", f"chunk={task.chunk}", _accesses_of(task, names))
+        case SumTied():
+            head = f"parameter={escape_name(task.parameter)}"
+            return _join("TIED", head, _lists_of(task, names))
+        case PackNorms():
+            return _join("PACKN", "", _lists_of(task, names))
+        case PackLosses():
+            return _join("PACKL", "", _lists_of(task, names))
         case GradNorm():
-            accesses = names.field("reads", task.reads) + names.field("writes", task.writes)
-            return _join("NORM", "", accesses)
+            return _join("NORM", "", _lists_of(task, names))
         case Update():
             head = f"chunk={task.chunk} at={task.where}"
             return _join("UPD", head, _accesses_of(task, names))
@@ -63,6 +91,10 @@ def format_task(task: Task, names: Names) -> str:
             return _join("CP", names.escape(task.buffer), f"  {task.source}>{task.target}")
         case Free():
             return _join("FREE", names.escape(task.buffer), f"  {task.tier}")
+        case Send():
+            return _join("SEND", names.escape(task.buffer), f"  peer={task.peer}")
+        case Recv():
+            return _join("RECV", names.escape(task.buffer), f"  peer={task.peer}")
         case Emit():
             return _join("EMIT", names.escape(task.buffer), "")
         case Import():
@@ -97,6 +129,10 @@ def _accesses_of(task: Forward | Recompute | Backward | SegmentNorm | Update, na
     return f"{reads}{writes}  work={format_exact_bytes(task.workspace_bytes)}"
 
 
+def _lists_of(task: SumTied | PackNorms | PackLosses | GradNorm, names: Names) -> str:
+    return names.field("reads", task.reads) + names.field("writes", task.writes)
+
+
 def _parse_by_mnemonic(mnemonic: str, line: Line, names: NamesRead) -> Task:
     if mnemonic in BLOCK_TASKS:
         return BLOCK_TASKS[mnemonic](
@@ -108,6 +144,12 @@ def _parse_by_mnemonic(mnemonic: str, line: Line, names: NamesRead) -> Task:
         )
     if mnemonic in BUFFER_TASKS:
         return BUFFER_TASKS[mnemonic](buffer=_parse_buffer(line, names))
+    if mnemonic in PEER_TASKS:
+        buffer = _parse_buffer(line, names)
+        return PEER_TASKS[mnemonic](buffer=buffer, peer=line.integer("peer"))
+    if mnemonic in LIST_TASKS:
+        reads = _parse_list("reads", line, names)
+        return LIST_TASKS[mnemonic](reads=reads, writes=_parse_list("writes", line, names))
     match mnemonic:
         case "CP":
             buffer = _parse_buffer(line, names)
@@ -140,9 +182,12 @@ def _parse_by_mnemonic(mnemonic: str, line: Line, names: NamesRead) -> Task:
                 writes=_parse_list("writes", line, names),
                 workspace_bytes=_parse_work(line),
             )
-        case "NORM":
-            reads = _parse_list("reads", line, names)
-            return GradNorm(reads=reads, writes=_parse_list("writes", line, names))
+        case "TIED":
+            return SumTied(
+                parameter=unescape_name(line.field("parameter")),
+                reads=_parse_list("reads", line, names),
+                writes=_parse_list("writes", line, names),
+            )
         case _:
             raise line.unknown(mnemonic, "the task's mnemonic", MNEMONICS)
 

@@ -2,7 +2,8 @@
 
 A task says what it reads and writes by buffer name; dependencies follow from that and are never
 written by hand. A write of a buffer that the task does not read creates the buffer in the device
-tier; a write of one that it also reads changes it in place. No tensors, no durations.
+tier; a write of one that it also reads changes it in place. No tensors, no durations. A Send and
+the Recv that answers it name the same buffer, each on its own rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Literal
 
 from packhorse.program.buffers import NORM, BufferId, ChunkId, TierName
 
-Lane = Literal["compute", "update", "copy_in", "copy_out", "disk_read", "disk_write"]
+OwnLane = Literal["compute", "update", "copy_in", "copy_out", "disk_read", "disk_write"]
+Lane = OwnLane | str
+"""A lane of the rank's own, or one that leads to or from another rank, such as `send 1`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,15 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SumTied:
+    """Add the sums of all users of a tied parameter, in the order of `reads`, into its chunks."""
+
+    parameter: str
+    reads: tuple[BufferId, ...]
+    writes: tuple[BufferId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentNorm:
     """Sum the squares of a chunk's gradient in float64 over fixed segments of each parameter."""
 
@@ -67,8 +79,27 @@ class SegmentNorm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackNorms:
+    """Put the segment norms of a rank's chunks, in the order of parameters, into one buffer."""
+
+    reads: tuple[BufferId, ...]
+    writes: tuple[BufferId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackLosses:
+    """Put the losses of all micro-batches into one buffer."""
+
+    reads: tuple[BufferId, ...]
+    writes: tuple[BufferId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GradNorm:
-    """Add all segment norms in the order of the parameters; writes the global norm."""
+    """Add all segment norms, this rank's and packed ones, in the order of the parameters.
+
+    Writes the global norm.
+    """
 
     reads: tuple[BufferId, ...]
     writes: tuple[BufferId, ...]
@@ -103,6 +134,22 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Hand a buffer to another rank; complete when that one has taken it."""
+
+    buffer: BufferId
+    peer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recv:
+    """Take a buffer from another rank; creates it in the device tier."""
+
+    buffer: BufferId
+    peer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
     """Hand a small buffer (a loss, the norm) to whoever runs the step."""
 
@@ -128,11 +175,16 @@ Task = (
     | Forward
     | Recompute
     | Backward
+    | SumTied
     | SegmentNorm
+    | PackNorms
+    | PackLosses
     | GradNorm
     | Update
     | Copy
     | Free
+    | Send
+    | Recv
     | Emit
     | Import
     | Export
@@ -151,9 +203,11 @@ def reads_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
             return tuple([(buffer, "device") for buffer in task.reads])
         case Update():
             return tuple([(buffer, task.where) for buffer in task.reads])
-        case Emit() | Export():
+        case SumTied() | PackNorms() | PackLosses():
+            return tuple([(buffer, "device") for buffer in task.reads])
+        case Emit() | Export() | Send():
             return ((task.buffer, "device"),)
-        case Feed() | Import():
+        case Feed() | Import() | Recv():
             return ()
 
 
@@ -168,9 +222,11 @@ def writes_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
             return tuple([(buffer, "device") for buffer in task.writes])
         case Update():
             return tuple([(buffer, task.where) for buffer in task.writes])
-        case Import():
+        case SumTied() | PackNorms() | PackLosses():
+            return tuple([(buffer, "device") for buffer in task.writes])
+        case Import() | Recv():
             return ((task.buffer, "device"),)
-        case Emit() | Export():
+        case Emit() | Export() | Send():
             return ()
 
 
@@ -181,6 +237,8 @@ def workspace_of(task: Task) -> int:
             return 0
         case Forward() | Backward() | Recompute() | SegmentNorm() | Update():
             return task.workspace_bytes
+        case SumTied() | PackNorms() | PackLosses() | Send() | Recv():
+            return 0
         case Feed() | GradNorm() | Emit() | Import() | Export():
             return 0
 
@@ -190,9 +248,13 @@ def lane_of(task: Task) -> Lane:
 
     The norm, a few bytes that all updates in the host wait for, never queues behind gradients.
     """
-    if not isinstance(task, Copy | Update):
+    if not isinstance(task, Copy | Update | Send | Recv):
         return "compute"
     match task:
+        case Send():
+            return send_lane(task.peer)
+        case Recv():
+            return receive_lane(task.peer)
         case Copy() if task.buffer == NORM:
             return "compute"
         case Copy(source="disk"):
@@ -207,3 +269,13 @@ def lane_of(task: Task) -> Lane:
             return "update"
         case _:
             return "compute"
+
+
+def send_lane(peer: int) -> Lane:
+    """Name the lane on which buffers go to another rank."""
+    return f"send {peer}"
+
+
+def receive_lane(peer: int) -> Lane:
+    """Name the lane on which buffers come from another rank."""
+    return f"receive {peer}"

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from packhorse.timeline.names import KINDS, LANES
+from packhorse.timeline.names import KINDS, order_lanes
 from packhorse.timeline.spec import Timeline
 
 
@@ -83,7 +83,7 @@ def compare_timelines(
             Difference(
                 name=lane, predicted=predicted.busy_ns(lane), measured=measured.busy_ns(lane)
             )
-            for lane in LANES
+            for lane in order_lanes(span.lane for span in (*predicted.spans, *measured.spans))
         ),
         kinds=_used(
             Difference(name=kind, predicted=kinds_predicted[kind], measured=kinds_measured[kind])

@@ -15,14 +15,13 @@ from typing import Final
 from xml.sax.saxutils import escape
 
 from packhorse.program.buffers import PoolId
-from packhorse.program.tasks import Lane
 from packhorse.report.axes import byte_ticks, time_ticks
 from packhorse.report.colours import colour_of, ink_on
 from packhorse.report.strips import Strip, cut_strips
 from packhorse.report.svg import CHAR, WIDTH, draw_page
 from packhorse.report.svg import draw_box as _rect
 from packhorse.report.svg import draw_text as _text
-from packhorse.timeline.names import KINDS, LANES, words_for
+from packhorse.timeline.names import KINDS, order_lanes, words_for
 from packhorse.timeline.spec import MemoryPoint, Timeline
 from packhorse.units import format_bytes, format_ns, format_percent
 
@@ -56,9 +55,7 @@ def draw_timeline(
         title: what the picture is of; by default rank and source.
     """
     scale = _Scale(longest_ns=max(timeline.makespan_ns, 1))
-    lanes: list[Lane] = [
-        lane for lane in LANES if any(span.lane == lane for span in timeline.spans)
-    ]
+    lanes = order_lanes(span.lane for span in timeline.spans)
     strips = {
         lane: cut_strips(
             [span for span in timeline.spans if span.lane == lane],

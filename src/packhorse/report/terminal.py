@@ -19,7 +19,7 @@ from rich.text import Text
 from packhorse.program.buffers import PoolId
 from packhorse.report.axes import time_ticks
 from packhorse.report.colours import colour_of, ink_on
-from packhorse.timeline.names import KINDS, LANES, words_for
+from packhorse.timeline.names import KINDS, order_lanes, words_for
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
 from packhorse.units import format_bytes, format_ns, format_percent
 
@@ -58,10 +58,9 @@ class TimelinePicture:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = max(options.max_width - _LEFT, 8)
         end_ns = max(self.timeline.makespan_ns, 1)
-        for lane in LANES:
+        for lane in order_lanes(span.lane for span in self.timeline.spans):
             spans = [span for span in self.timeline.spans if span.lane == lane]
-            if spans:
-                yield _head(words_for(lane)) + _lane_row(spans, end_ns, width)
+            yield _head(words_for(lane)) + _lane_row(spans, end_ns, width)
         yield Text(" " * _LEFT + _axis_row(end_ns, width), style="dim")
         for pool, points in self.timeline.memory.items():
             peak_bytes = max((point.used_bytes for point in points), default=0)

@@ -15,7 +15,8 @@ from torch import Tensor
 from packhorse.errors import AuditError
 from packhorse.graph.code import BackwardCode, BackwardVariant, BodyCode
 from packhorse.graph.trace import Traced
-from packhorse.model.spec import Block, BlockId, ValueId
+from packhorse.model.parts import number_globally
+from packhorse.model.spec import Block, BlockId, ParameterName, ValueId
 from packhorse.program.buffers import (
     BufferId,
     Layout,
@@ -26,7 +27,7 @@ from packhorse.program.buffers import (
     value_grad_id,
     value_id,
 )
-from packhorse.program.tasks import Backward, Forward, Recompute, Task
+from packhorse.program.tasks import Backward, Forward, Recompute, SumTied, Task
 from packhorse.runtime.memory.chunks import ChunkMemory
 from packhorse.runtime.noise import NoiseKey, draw_noise
 
@@ -62,6 +63,7 @@ class BodyRunner:
     ) -> None:
         self._make_room = make_room
         self._traced = traced
+        self._numbers = number_globally(traced.model)
         self._device = device
         self._unused = torch.empty(0, device=device)
         self._constants = {
@@ -71,6 +73,11 @@ class BodyRunner:
         self._arguments = tuple(
             _find_arguments(block, traced, layout, memory) for block in traced.model.blocks
         )
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are."""
+        return len(self._traced.model.blocks)
 
     def plan_forward(self, block_index: int, microbatch: int) -> Forward:
         """Describe a forward that keeps nothing but its outputs."""
@@ -122,7 +129,7 @@ class BodyRunner:
         self._make_room(task, code.costs.backward_large_bytes)
         backward = code.backward
         assert backward is not None, f"block {block.name} has no backward"
-        variant = _choose_variant(block, backward, task)
+        variant = _choose_variant(block, self._numbers[block.id], backward, task)
         sums = self._find_sums(block, variant, task, visible)
         arguments = self._backward_arguments(block, code, backward, variant, sums, task, visible)
         results = variant.graph(*arguments)
@@ -136,8 +143,20 @@ class BodyRunner:
             name: (tensor,) for name, tensor in zip(names, results, strict=True)
         }
         for index, tensor in sums.items():
-            written[tied_sum_id(block.parameters[index], block.id)] = (tensor,)
+            written[tied_sum_id(block.parameters[index], self._numbers[block.id])] = (tensor,)
         return written
+
+    def sum_tied(self, task: SumTied, visible: Visible) -> None:
+        """Add the sums of all users of a tied parameter into its chunks, in the task's order."""
+        name = ParameterName(task.parameter)
+        user = self._traced.model.blocks[self._traced.model.parameters[name].blocks[0]]
+        index = user.parameters.index(name)
+        own = self._arguments[user.id]
+        _require(own.grad_chunks[index], task.writes, user)
+        first, *others = (_find(visible, buffer, user) for buffer in task.reads)
+        own.sinks[index].copy_(first)
+        for tensor in others:
+            own.sinks[index].add_(tensor)
 
     def _find_sums(
         self, block: Block, variant: BackwardVariant, task: Backward, visible: Visible
@@ -145,7 +164,7 @@ class BodyRunner:
         """The block's own sums of tied parameters, by index; the first micro-batch makes them."""
         sums: dict[int, Tensor] = {}
         for index in variant.sinks:
-            name = tied_sum_id(block.parameters[index], block.id)
+            name = tied_sum_id(block.parameters[index], self._numbers[block.id])
             if name in task.writes:
                 made = torch.empty_like(self._arguments[block.id].sinks[index])
                 sums[index] = _find(visible, name, block) if task.microbatch else made
@@ -232,11 +251,13 @@ class BodyRunner:
         ]
 
 
-def _choose_variant(block: Block, backward: BackwardCode, task: Backward) -> BackwardVariant:
+def _choose_variant(
+    block: Block, number: BlockId, backward: BackwardCode, task: Backward
+) -> BackwardVariant:
     """Which variant a task means: that whose sums of tied parameters it declares."""
     declared = {*task.reads, *task.writes}
     if task.microbatch == 0:
-        sums = (tied_sum_id(name, block.id) for name in block.parameters)
+        sums = (tied_sum_id(name, number) for name in block.parameters)
         return backward.first if declared.isdisjoint(sums) else backward.apart_first
     handed = (*backward.later.parameter_roots, *backward.later.parameter_grads)
     running = (tied_grad_id(block.parameters[index], task.microbatch) for index in handed)

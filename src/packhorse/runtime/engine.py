@@ -8,7 +8,6 @@ issued behind them. Whatever else is asked for comes after all of them are compl
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,7 +28,7 @@ from packhorse.optim.norm import clip_coefficient
 from packhorse.optim.optimizers import Optimizer
 from packhorse.optim.schedules import scale_rate
 from packhorse.optim.update import update_shard
-from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, split_state, value_id
+from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, split_state
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
 from packhorse.runtime.disk import DiskTier, Keeping
@@ -42,12 +41,15 @@ from packhorse.runtime.lanes import LanesStuckError
 from packhorse.runtime.memory.chunks import chunk_table
 from packhorse.runtime.memory.process_heap import ProcessHeap
 from packhorse.runtime.memory.spare import find_limits
+from packhorse.runtime.messages import Messages, find_shapes
 from packhorse.runtime.noise import NoiseKey
+from packhorse.runtime.norms import Norms
 from packhorse.runtime.payloads import Payloads
 from packhorse.runtime.running import NO_WORK, Running, StepWork, prepare_program
-from packhorse.runtime.spoilt import SpoiltError, spoilt_gradient, spoilt_loss
-from packhorse.runtime.step_result import StepResult
+from packhorse.runtime.spoilt import SpoiltError, explain_spoilt
+from packhorse.runtime.step_result import StepResult, find_losses
 from packhorse.runtime.tiers import ChunkTiers
+from packhorse.runtime.transport.spec import Transport
 from packhorse.storage.kept_state import KeptState
 from packhorse.storage.scratch_space import Scratch
 from packhorse.timeline.spec import Timeline
@@ -88,6 +90,7 @@ class Engine:
         device: `cpu`, or a CUDA device, for which the model was traced.
         pace: how long tasks take on the machine that is emulated; None: as long as they take.
         audit: check every task against what it declares.
+        transport: to the other ranks, where the model is a part.
 
     Raises:
         MismatchError: a program was compiled for another model.
@@ -113,6 +116,7 @@ class Engine:
         keeping: Keeping | None = None,
         resumed: KeptState | None = None,
         watch: Callable[[], None] = lambda: None,
+        transport: Transport | None = None,
     ) -> None:
         for kind, program in programs.items():
             if program.model != traced.model.fingerprint:
@@ -163,6 +167,8 @@ class Engine:
                 heap, own, programs.values(), process_bytes, unfilled_bytes=tiers.unfilled_bytes
             )
             undo.callback(self._heap.close)
+            shapes = find_shapes(traced.model, self._layout, programs.values())
+            self._messages = Messages(transport, self._device, shapes)
             lanes = make_lanes(programs.values(), self._device, num_threads)
             self._paced = None if pace is None else PacedLanes(lanes, pace)
             self._executor = Executor(
@@ -170,11 +176,11 @@ class Engine:
                 runner=BodyRunner(
                     traced, self._layout, self._memory, self._device, self._heap.make_room
                 ),
-                memory=self._memory,
                 tiers=tiers,
                 lanes=self._paced or lanes,
                 payloads=Payloads(self._device, self._disk, audit=audit, saved=places.saved),
-                parameter_order=tuple(traced.model.parameters),
+                norms=Norms(traced.model, self._layout, self._memory),
+                messages=self._messages,
                 audit=audit,
                 watch=watch,
             )
@@ -352,8 +358,8 @@ class Engine:
             return NoiseKey(seed=self._seed, step=step, microbatch=microbatch)
 
         def inspect(buffer: BufferId, value: Tensor, spoilt: tuple[str, ...]) -> None:
-            if step is not None and not math.isfinite(float(value)):
-                raise SpoiltError(buffer, float(value), spoilt)
+            if step is not None and not (finite := value.isfinite()).all():
+                raise SpoiltError(buffer, float(value[~finite].flatten()[0]), spoilt)
 
         def to_device(microbatch: int) -> dict[str, Tensor]:
             return {name: x.to(self._device) for name, x in feeds[microbatch].items()}
@@ -376,23 +382,15 @@ class Engine:
             # Other lanes may be ahead; what is looked at below must not move any more.
             self.quiesce()
             assert step is not None
-            model = self._traced.model
-            if error.buffer == NORM:
-                found = spoilt_gradient(model, error.value, step=step, parameters=error.parameters)
-            else:
-                microbatch = int(error.buffer.rpartition("@")[2])
-                block = self._executor.find_non_finite(
-                    len(model.blocks),
-                    to_device(microbatch),
-                    NoiseKey(seed=self._seed, step=step, microbatch=microbatch),
-                    microbatch,
-                )
-                found = spoilt_loss(
-                    model, error.value, step=step, microbatch=microbatch, block=block
-                )
+
+            def find_block(microbatch: int) -> int | None:
+                key = NoiseKey(seed=self._seed, step=step, microbatch=microbatch)
+                return self._executor.find_non_finite(to_device(microbatch), key, microbatch)
+
+            found = explain_spoilt(error, self._traced.model, step=step, find_block=find_block)
             self._failed = found.what
             raise found from None
-        losses = [emitted[value_id(self._traced.model.loss, m)] for m in range(len(feeds))]
+        losses = find_losses(emitted, self._traced.model.loss, len(feeds))
         total = losses[0]
         for loss in losses[1:]:
             total = total + loss
@@ -428,6 +426,7 @@ class Engine:
             yield
         except BaseException as error:
             self._failed = self._failed or str(error).partition("\n")[0] or type(error).__name__
+            self._messages.abort(self._failed)
             raise
 
     def _complete(self, run: Running) -> Timeline:

@@ -19,7 +19,6 @@ completed when they are issued, is compared with the proof.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,14 +28,12 @@ import torch
 from torch import Tensor
 
 from packhorse.errors import AuditError, RunFailedError, StuckError
-from packhorse.optim.norm import combine_norm, count_segments, segment_squares
 from packhorse.program.audit import check_against_proof
 from packhorse.program.buffers import (
     NORM,
     BufferId,
     PoolId,
     TierName,
-    split_state,
     state_id,
     value_id,
 )
@@ -52,8 +49,13 @@ from packhorse.program.tasks import (
     GradNorm,
     Import,
     Lane,
+    PackLosses,
+    PackNorms,
     Recompute,
+    Recv,
     SegmentNorm,
+    Send,
+    SumTied,
     Task,
     Update,
     workspace_of,
@@ -63,9 +65,10 @@ from packhorse.program.text import format_task
 from packhorse.runtime.bodies import BodyRunner, Payload
 from packhorse.runtime.dependencies import History, Place
 from packhorse.runtime.lanes import DeviceFailedError, Lanes, LanesStuckError
-from packhorse.runtime.memory.chunks import ChunkMemory, chunk_table
 from packhorse.runtime.memory.ledger import Ledger
+from packhorse.runtime.messages import Messages
 from packhorse.runtime.noise import NoiseKey
+from packhorse.runtime.norms import Norms
 from packhorse.runtime.payloads import Payloads
 from packhorse.runtime.running import Prepared, Running, StepWork
 from packhorse.runtime.tiers import ChunkTiers
@@ -83,23 +86,22 @@ class Executor:
         *,
         program: Program,
         runner: BodyRunner,
-        memory: ChunkMemory,
         tiers: ChunkTiers,
         lanes: Lanes,
         payloads: Payloads,
-        parameter_order: tuple[str, ...],
+        norms: Norms,
+        messages: Messages,
         audit: bool,
         watch: Callable[[], None],
     ) -> None:
         self._runner = runner
-        self._memory = memory
         self._tiers = tiers
         self._lanes = lanes
-        self._order = parameter_order
+        self._norms = norms
+        self._messages = messages
         self._audit = audit
         self._watch = watch
         self._ledger = Ledger(program.pools)
-        self._chunks = chunk_table(program.layout)
         self._payloads = payloads
         # What will be there once every issued task has completed: reservations follow the order of
         # issue, while tiers and payloads change when tasks run.
@@ -357,10 +359,20 @@ class Executor:
                 self._keep_all(program, self._runner.recompute(task, self._look(task.reads), key))
             case Backward():
                 self._keep_all(program, self._runner.backward(task, self._look(task.reads)))
+            case SumTied():
+                self._runner.sum_tied(task, self._look(task.reads))
             case SegmentNorm():
-                self._norm_segments(task, program)
+                self._require_present(state_id("grad", task.chunk))
+                self._keep_all(program, {task.writes[0]: (self._norms.segments(task.chunk),)})
+            case PackNorms():
+                packed = self._norms.pack(self._look_at_one(task.reads))
+                self._keep_all(program, {task.writes[0]: (packed,)})
+            case PackLosses():
+                losses = self._look_at_one(task.reads)
+                packed = torch.stack([losses[name].reshape(()) for name in task.reads])
+                self._keep_all(program, {task.writes[0]: (packed,)})
             case GradNorm():
-                norm, spoilt = self._combine(task)
+                norm, spoilt = self._norms.combine(self._look_at_one(task.reads))
                 self._payloads.keep(program.buffers[NORM], (norm,))
                 work.inspect(NORM, norm, spoilt)
             case Update():
@@ -372,10 +384,14 @@ class Executor:
                     self._payloads.copy(program.buffers[task.buffer], task)
             case Free():
                 self._free(task, program)
+            case Send():
+                self._require_present(task.buffer)
+                self._messages.send(task, self._payloads.get(task.buffer)[0])
+            case Recv():
+                self._keep_all(program, {task.buffer: (self._messages.receive(task),)})
             case Emit():
                 emitted[task.buffer] = self._payloads.get(task.buffer)[0].clone()
-                if task.buffer != NORM:
-                    work.inspect(task.buffer, emitted[task.buffer], ())
+                work.inspect(task.buffer, emitted[task.buffer], ())
             case Import():
                 work.fill(task.buffer)
             case Export():
@@ -393,6 +409,9 @@ class Executor:
                 visible[buffer] = self._payloads.get(buffer)
         return visible
 
+    def _look_at_one(self, reads: tuple[BufferId, ...]) -> dict[BufferId, Tensor]:
+        return {buffer: tensor for buffer, (tensor,) in self._look(reads).items()}
+
     def _require_present(self, buffer: BufferId, tier: TierName = "device") -> None:
         if not self._is_present(buffer, tier):
             raise AuditError(
@@ -404,42 +423,8 @@ class Executor:
         for buffer, payload in written.items():
             self._payloads.keep(program.buffers[buffer], payload)
 
-    def _norm_segments(self, task: SegmentNorm, program: Program) -> None:
-        chunk = self._chunks[task.chunk]
-        self._require_present(state_id("grad", chunk.id))
-        grad = self._memory.tensor("grad", chunk)
-        pieces = [grad[start:stop] for start, stop, _, _ in self._memory.pieces(chunk)]
-        self._payloads.keep(program.buffers[task.writes[0]], (segment_squares(pieces),))
-
-    def _combine(self, task: GradNorm) -> tuple[Tensor, tuple[str, ...]]:
-        """Put the segments of all chunks in the order of the parameters and combine them."""
-        visible = self._look(task.reads)
-        parts: dict[str, list[tuple[int, Tensor]]] = {}
-        for buffer, (segments,) in visible.items():
-            chunk = self._chunks[split_state(buffer)[1]]
-            offset = 0
-            for start, stop, slot, first in self._memory.pieces(chunk):
-                count = count_segments(stop - start)
-                parts.setdefault(slot.parameter, []).append(
-                    (first, segments[offset : offset + count])
-                )
-                offset += count
-        ordered = [
-            segments
-            for name in self._order
-            for _, segments in sorted(parts.get(name, []), key=lambda part: part[0])
-        ]
-        norm = combine_norm(ordered)
-        if math.isfinite(float(norm)):
-            return norm, ()
-        return norm, tuple(
-            name
-            for name in self._order
-            if any(not segments.isfinite().all() for _, segments in parts.get(name, []))
-        )
-
     def find_non_finite(
-        self, num_blocks: int, feed: Mapping[str, Tensor], key: NoiseKey, microbatch: int
+        self, feed: Mapping[str, Tensor], key: NoiseKey, microbatch: int
     ) -> int | None:
         """Run the forward again, block by block, after a run that ended on a bad loss.
 
@@ -452,7 +437,7 @@ class Executor:
         values: dict[BufferId, Payload] = {
             value_id(name, microbatch): (tensor,) for name, tensor in feed.items()
         }
-        for block in range(num_blocks):
+        for block in range(self._runner.num_blocks):
             task = self._runner.plan_forward(block, microbatch)
             chunks = [buffer for buffer in task.reads if buffer in self._tiers]
             borrowed = [buffer for buffer in chunks if self._tiers.borrow(buffer)]

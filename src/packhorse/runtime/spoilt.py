@@ -6,11 +6,13 @@ micro-batch, block and parameters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from packhorse.errors import NonFiniteError
+from packhorse.model.parts import whole_of
 from packhorse.model.spec import Model, ParameterName
-from packhorse.program.buffers import BufferId
+from packhorse.program.buffers import LOSSES, NORM, BufferId
 
 _FIX: Final = (
     "lower learning_rate, lengthen warmup_steps, set max_grad_norm: 1.0, or look at the rows of"
@@ -26,6 +28,29 @@ class SpoiltError(Exception):
         self.value = value
         self.parameters = parameters
         super().__init__(f"{buffer} is {value}")
+
+
+def explain_spoilt(
+    error: SpoiltError, model: Model, *, step: int, find_block: Callable[[int], int | None]
+) -> NonFiniteError:
+    """Say where a loss or the norm was spoilt.
+
+    Args:
+        find_block: looks for the block in which a micro-batch was spoilt; not asked where the model
+            is a part, which cannot tell.
+    """
+    if error.buffer == NORM:
+        return spoilt_gradient(model, error.value, step=step, parameters=error.parameters)
+    if error.buffer == LOSSES or model.part is not None:
+        return NonFiniteError(
+            f"the loss became {error.value} in step {step}",
+            where=f"step {step}, {error.buffer}",
+            fix=_FIX,
+        )
+    microbatch = int(error.buffer.rpartition("@")[2])
+    return spoilt_loss(
+        model, error.value, step=step, microbatch=microbatch, block=find_block(microbatch)
+    )
 
 
 def spoilt_loss(
@@ -44,6 +69,7 @@ def spoilt_gradient(
     model: Model, norm: float, *, step: int, parameters: tuple[str, ...]
 ) -> NonFiniteError:
     """Say which parameters have a gradient that is not finite, and in which block that began."""
+    model = whole_of(model)
     last = max(
         (block for name in parameters for block in model.parameters[ParameterName(name)].blocks),
         default=None,

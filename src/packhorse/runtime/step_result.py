@@ -5,10 +5,13 @@ In: a program on its way whose values are there. Out: loss, norm, and a timeline
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from packhorse.program.buffers import PoolId
+from torch import Tensor
+
+from packhorse.model.spec import ValueId
+from packhorse.program.buffers import LOSSES, BufferId, PoolId, value_id
 from packhorse.timeline.spec import Timeline
 
 
@@ -42,3 +45,12 @@ class StepResult:
             StorageError: one of its last writes failed.
         """
         return self.complete()
+
+
+def find_losses(
+    emitted: Mapping[BufferId, Tensor], loss: ValueId, num_microbatches: int
+) -> Sequence[Tensor]:
+    """The losses of the micro-batches, which another rank may have sent all at once."""
+    if LOSSES in emitted:
+        return emitted[LOSSES].unbind()
+    return [emitted[value_id(loss, microbatch)] for microbatch in range(num_microbatches)]

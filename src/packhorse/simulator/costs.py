@@ -40,8 +40,13 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    PackLosses,
+    PackNorms,
     Recompute,
+    Recv,
     SegmentNorm,
+    Send,
+    SumTied,
     Task,
     Update,
 )
@@ -172,6 +177,13 @@ class TaskCosts:
                 return TASK_NS + self._outside_ns(task.buffer, "disk", "device")
             case Export():
                 return TASK_NS + self._outside_ns(task.buffer, "device", "disk")
+            case Send() | Recv():
+                return TASK_NS + self._message_ns(task)
+            case SumTied():
+                passes = 1 + ADD_PASSES * (len(task.reads) - 1)
+                return TASK_NS + self._memory_ns(passes * self._sizes_of(task.writes))
+            case PackNorms() | PackLosses():
+                return TASK_NS + self._memory_ns(2 * self._sizes_of(task.reads))
             case Emit():
                 return TASK_NS
         assert_never(task)
@@ -246,6 +258,17 @@ class TaskCosts:
 
     def _transfer_ns(self, link: Link, buffer: BufferId) -> int:
         size_bytes = self.program.buffers[buffer].size_bytes
+        return link.latency_ns + ceil(size_bytes * 1e9 / link.bytes_per_s)
+
+    def _message_ns(self, task: Send | Recv) -> int:
+        link = self.machine.peer_link(task.peer)
+        if link is None:
+            raise InputError(
+                f"the machine has no link to rank {task.peer}",
+                where=f"machine {self.machine.name}",
+                fix="probe all ranks together, or add the link to `peers` of its file",
+            )
+        size_bytes = self.program.buffers[task.buffer].size_bytes
         return link.latency_ns + ceil(size_bytes * 1e9 / link.bytes_per_s)
 
     def _outside_ns(self, buffer: BufferId, source: TierName, target: TierName) -> int:

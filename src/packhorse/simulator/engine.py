@@ -24,14 +24,14 @@ the end of that one to its own: that is how long each of many steps takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Final
+from typing import Final, NamedTuple
 
 from packhorse.machine.spec import Machine
 from packhorse.program.buffers import Pool, PoolId
-from packhorse.program.lanes import has_transfers
+from packhorse.program.lanes import assign_lanes, has_transfers
 from packhorse.program.program import Program
 from packhorse.program.tasks import Emit, Lane, Task
 from packhorse.simulator.costs import CostModel, TaskCosts
@@ -48,7 +48,7 @@ INLINE: Final[Mapping[Lane, str]] = dict.fromkeys(LANES, ISSUER)
 """Every lane on the issuing thread: tasks run one after another in program order."""
 
 OVERLAPPED: Final[Mapping[Lane, str]] = {lane: lane for lane in LANES}
-"""Every lane on a worker of its own."""
+"""Every lane on a worker of its own, and so are those to and from other ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +83,13 @@ def simulate_run(program: Program, *, costs: TaskCosts) -> Timeline:
     Raises:
         RuleError, ValueError: as `simulate_program`.
     """
-    workers, shared = _lanes_of_run(program, costs.machine)
+    workers, shared = lanes_of_run(program, costs.machine)
     return simulate_program(
         program,
         costs=costs,
         workers=workers,
         shared=shared,
-        rounds=_rounds_of(program),
+        rounds=rounds_of(program),
     )
 
 
@@ -110,8 +110,8 @@ class Rehearsal:
     """
 
     def __init__(self, program: Program, *, costs: CostModel, machine: Machine) -> None:
-        self._workers, self._shared = _lanes_of_run(program, machine)
-        self._rounds = _rounds_of(program)
+        self._workers, self._shared = lanes_of_run(program, machine)
+        self._rounds = rounds_of(program)
         self._footprints = find_footprints(program, costs=costs, shared=self._shared)
         self._by_task = {id(each.task): each for each in self._footprints.of_tasks}
 
@@ -160,9 +160,16 @@ def simulate_program(
     ledger = Ledger(footprints, ordered, program.pools)
     times = _run(ordered, ledger, workers, shared, rounds)
     zero_ns = min(times.starts_ns, default=0)
+    return tell_times(program.rank, ordered, times, ledger, zero_ns)
+
+
+def tell_times(
+    rank: int, ordered: Sequence[Footprint], times: Times, ledger: Ledger, zero_ns: int
+) -> Timeline:
+    """Put times into a timeline that begins at `zero_ns`."""
     return Timeline(
         source="simulated",
-        rank=program.rank,
+        rank=rank,
         spans=tuple(
             Span(
                 index=index,
@@ -181,17 +188,31 @@ def simulate_program(
     )
 
 
-def _lanes_of_run(
+def lanes_of_run(
     program: Program, machine: Machine
 ) -> tuple[Mapping[Lane, str], Sequence[SharedPath]]:
+    """Give the worker of each lane as the runtime has them, and the paths that lanes share."""
     if has_transfers(program.tasks):
-        return OVERLAPPED, sharing_of(machine)
+        lanes = {lane: lane for lane in assign_lanes(program.tasks)}
+        return {**OVERLAPPED, **lanes}, sharing_of(machine)
     return INLINE, ()
 
 
-def _rounds_of(program: Program) -> int:
-    # What a step does depends on what came before it, not on what comes: two are enough.
+def rounds_of(program: Program) -> int:
+    """How often a program is simulated: what a step does depends on the one before it alone."""
     return 2 if program.kind == "train_step" and has_transfers(program.tasks) else 1
+
+
+class Meeting(NamedTuple):
+    """A Send or Recv that waits for the other rank's part in it."""
+
+    task: Task
+    ready_ns: int
+    duration_ns: int
+
+
+Walk = Generator[Meeting, tuple[int, int], Times]
+"""Asks when each meeting starts and ends; ends with the times."""
 
 
 def _run(
@@ -201,7 +222,26 @@ def _run(
     shared: Sequence[SharedPath],
     rounds: int,
 ) -> Times:
-    # The times of the last round; fills the ledger. This is the inner loop of the search.
+    # One rank alone: others are always ready.
+    walk = walk_tasks(ordered, ledger, workers, shared, rounds)
+    try:
+        meeting = next(walk)
+        while True:
+            meeting = walk.send((meeting.ready_ns, meeting.ready_ns + meeting.duration_ns))
+    except StopIteration as end:
+        times: Times = end.value
+        return times
+
+
+def walk_tasks(
+    ordered: Sequence[Footprint],
+    ledger: Ledger,
+    workers: Mapping[Lane, str],
+    shared: Sequence[SharedPath],
+    rounds: int,
+) -> Walk:
+    """Go through the tasks of one rank and give the times of the last round; fills the ledger."""
+    # This is the inner loop of the search.
     for lane in {footprint.lane for footprint in ordered}:
         if lane not in workers:
             raise ValueError(f"lane {lane} has no worker")
@@ -234,7 +274,9 @@ def _run(
             if used_ns[place] > start_ns:
                 start_ns = used_ns[place]
         end_ns = start_ns + footprint.duration_ns
-        if footprint.shares:
+        if footprint.meets:
+            start_ns, end_ns = yield Meeting(footprint.task, start_ns, footprint.duration_ns)
+        elif footprint.shares:
             lane = footprint.lane
             start_ns, end_ns = calendars[lane].book(lane, start_ns, footprint.duration_ns)
         for place in reads:

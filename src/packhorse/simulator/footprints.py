@@ -14,7 +14,16 @@ from typing import NamedTuple
 from packhorse.program.buffers import Buffer, BufferId, PoolId, TierName
 from packhorse.program.lanes import assign_lanes
 from packhorse.program.program import Program
-from packhorse.program.tasks import Free, Lane, Task, reads_of, workspace_of, writes_of
+from packhorse.program.tasks import (
+    Free,
+    Lane,
+    Recv,
+    Send,
+    Task,
+    reads_of,
+    workspace_of,
+    writes_of,
+)
 from packhorse.simulator.costs import CostModel
 from packhorse.simulator.sharing import SharedPath, stretch_of
 from packhorse.timeline.names import name_of
@@ -27,7 +36,7 @@ class Footprint(NamedTuple):
 
     `waits_for` are the places whose users it has to wait for: those that it writes, or frees.
     `shares` says that it takes its turn on a path that its lane shares, `gives_back` that something
-    is released when it is over.
+    is released when it is over, `meets` that another rank has its part in it.
     """
 
     task: Task
@@ -40,6 +49,7 @@ class Footprint(NamedTuple):
     frees: bool
     shares: bool
     gives_back: bool
+    meets: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +114,7 @@ def find_footprints(
                 frees=frees,
                 shares=shares,
                 gives_back=frees or workspace_bytes > 0,
+                meets=isinstance(task, Send | Recv),
             )
         )
     homes = tuple(

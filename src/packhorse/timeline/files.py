@@ -16,7 +16,7 @@ from packhorse.errors import FileFormatError
 from packhorse.notation import NotationError, parse_notation
 from packhorse.program.buffers import PoolId
 from packhorse.program.tasks import Lane
-from packhorse.timeline.names import LANES
+from packhorse.timeline.names import LANES, is_lane
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
 
 KIND: Final = "packhorse/timeline"
@@ -182,11 +182,12 @@ def _read_span(row: object, where: str) -> Span:
 
 
 def _read_lane(lane: str, where: str) -> Lane:
-    for known in LANES:
-        if lane == known:
-            return known
+    if is_lane(lane):
+        return lane
     raise FileFormatError(
-        f"unknown lane {lane!r}; lanes are {', '.join(LANES)}", where=where, fix=_ADVICE
+        f"unknown lane {lane!r}; lanes are {', '.join(LANES)}, and send and receive with a rank",
+        where=where,
+        fix=_ADVICE,
     )
 
 

@@ -6,7 +6,7 @@ predicted and a measured span of the same task can be laid side by side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, assert_never
 
 from packhorse.program.buffers import NORM
@@ -21,8 +21,14 @@ from packhorse.program.tasks import (
     GradNorm,
     Import,
     Lane,
+    OwnLane,
+    PackLosses,
+    PackNorms,
     Recompute,
+    Recv,
     SegmentNorm,
+    Send,
+    SumTied,
     Task,
     Update,
     lane_of,
@@ -38,6 +44,8 @@ KINDS: Final[tuple[str, ...]] = (
     "disk_write",
     "copy_in",
     "copy_out",
+    "send",
+    "receive",
     "feed",
     "free",
     "emit",
@@ -45,7 +53,7 @@ KINDS: Final[tuple[str, ...]] = (
     "export",
 )
 
-LANES: Final[tuple[Lane, ...]] = (
+LANES: Final[tuple[OwnLane, ...]] = (
     "compute",
     "update",
     "copy_in",
@@ -74,8 +82,16 @@ def kind_of(task: Task) -> str:
             return "recompute"
         case Backward():
             return "backward"
-        case SegmentNorm() | GradNorm():
+        case SegmentNorm() | PackNorms() | GradNorm():
             return "norm"
+        case SumTied():
+            return "backward"
+        case PackLosses():
+            return "emit"
+        case Send():
+            return "send"
+        case Recv():
+            return "receive"
         case Copy() if task.buffer == NORM:
             return "norm"
         case Update():
@@ -104,6 +120,16 @@ def name_of(task: Task) -> str:
             return f"norm {task.chunk}"
         case GradNorm():
             return "norm"
+        case SumTied():
+            return f"sum {task.parameter}"
+        case PackNorms():
+            return "pack norms"
+        case PackLosses():
+            return "pack losses"
+        case Send():
+            return f"send {task.buffer} to {task.peer}"
+        case Recv():
+            return f"receive {task.buffer} from {task.peer}"
         case Update():
             return f"update {task.chunk}"
         case Copy():
@@ -119,6 +145,19 @@ def name_of(task: Task) -> str:
         case Export():
             return f"export {task.buffer}"
     assert_never(task)
+
+
+def order_lanes(lanes: Iterable[Lane]) -> tuple[Lane, ...]:
+    """Put lanes in the order in which they are shown: a rank's own first."""
+    found = set(lanes)
+    own = [lane for lane in LANES if lane in found]
+    return (*own, *sorted(found - set(own), key=lambda lane: (lane.split()[-1:], lane)))
+
+
+def is_lane(name: str) -> bool:
+    """Whether a name is that of a lane."""
+    direction, _, peer = name.partition(" ")
+    return name in LANES or (direction in ("send", "receive") and peer.isdecimal())
 
 
 def words_for(kind: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from packhorse.timeline.names import LANES, words_for
+from packhorse.timeline.names import LANES, order_lanes, words_for
 from packhorse.timeline.spec import Timeline
 
 
@@ -19,8 +19,9 @@ def trace_events(timelines: Sequence[Timeline]) -> Iterator[dict[str, object]]:
     for process, timeline in enumerate(timelines, start=1):
         yield _name("process_name", process, 0, {"name": f"rank {timeline.rank} {timeline.source}"})
         yield _name("process_sort_index", process, 0, {"sort_index": process})
-        used = {span.lane for span in timeline.spans}
-        threads = {lane: at for at, lane in enumerate(LANES, start=1) if lane in used}
+        used = order_lanes(span.lane for span in timeline.spans)
+        shown = dict.fromkeys((*LANES, *used))
+        threads = {lane: at for at, lane in enumerate(shown, start=1) if lane in used}
         for lane, thread in threads.items():
             yield _name("thread_name", process, thread, {"name": words_for(lane)})
             yield _name("thread_sort_index", process, thread, {"sort_index": thread})

@@ -6,6 +6,10 @@
                  Update after its last gradient; one GradNorm, the norm emitted; frozen chunks
                  never
     evaluate     per micro-batch: one Feed, each block's Forward, the loss emitted
+    Of several ranks each has its own blocks, chunks and step inputs. A parameter that several hold
+    gets one SumTied on each and counts in the norm of the first; one rank has the GradNorm, and all
+    others emit what they are sent.
+
     load, save   each state with a home imported (exported) once
     persist      each state of a trained chunk whose home is in memory exported once
     restore      each state whose home is in memory imported once
@@ -21,7 +25,15 @@ from typing import Final, assert_never
 
 from packhorse.errors import RuleError
 from packhorse.model.spec import Model
-from packhorse.program.buffers import NORM, BufferId, ChunkId, saved_id, state_id, value_id
+from packhorse.program.buffers import (
+    LOSSES,
+    NORM,
+    BufferId,
+    ChunkId,
+    saved_id,
+    state_id,
+    value_id,
+)
 from packhorse.program.program import Program, ProgramKind
 from packhorse.program.tasks import (
     Backward,
@@ -33,12 +45,18 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    PackLosses,
+    PackNorms,
     Recompute,
+    Recv,
     SegmentNorm,
+    Send,
+    SumTied,
     Task,
     Update,
 )
 from packhorse.verifier.failures import make_error, name_task
+from packhorse.verifier.lives import FIRST_RANK, counting_rank, shared_users
 from packhorse.verifier.needs import chunks_by_parameter
 from packhorse.verifier.outline import BlockTable, Indices, Outline
 
@@ -49,14 +67,19 @@ TASKS_OF: Final[Mapping[ProgramKind, tuple[type[Task], ...]]] = {
         Forward,
         Recompute,
         Backward,
+        SumTied,
         SegmentNorm,
+        PackNorms,
+        PackLosses,
         GradNorm,
         Update,
         Copy,
         Free,
+        Send,
+        Recv,
         Emit,
     ),
-    "evaluate": (Feed, Forward, Copy, Free, Emit),
+    "evaluate": (Feed, Forward, Copy, Free, Send, Recv, Emit),
     "load": (Import, Copy, Free),
     "save": (Export, Copy, Free),
     "persist": (Export, Copy, Free),
@@ -104,7 +127,9 @@ def _check_once(outline: Outline) -> None:
         outline.forwards.values(),
         outline.recomputes.values(),
         outline.backwards.values(),
+        outline.tied_sums.values(),
         outline.segment_norms.values(),
+        outline.packs.values(),
         (outline.grad_norms,),
         outline.updates.values(),
         outline.emits.values(),
@@ -122,7 +147,8 @@ def _check_once(outline: Outline) -> None:
 def _check_forwards(outline: Outline) -> None:
     program, model = outline.program, outline.model
     microbatches = range(program.num_microbatches)
-    for microbatch in microbatches:
+    fed = outline.feeds or not outline.receives if model is None else model.step_inputs
+    for microbatch in microbatches if fed else ():
         if microbatch not in outline.feeds:
             raise _missing(program, f"FEED mb={microbatch}")
     for microbatch, indices in outline.feeds.items():
@@ -205,10 +231,16 @@ def _check_chunks(outline: Outline) -> None:
         if not chunks[chunk_id].trainable:
             what = f"writes a gradient of chunk {chunk_id}, which is frozen"
             raise make_error(program, RULE, indices[0], what)
+    _check_tied_sums(outline)
+    counted = _chunks_that_count(outline)
+    for chunk_id in outline.segment_norms.keys() - counted:
+        (index,) = outline.segment_norms[chunk_id]
+        what = f"counts chunk {chunk_id} in the norm, which another rank counts"
+        raise make_error(program, RULE, index, what)
     for chunk_id in sorted(_chunks_with_gradient(outline)):
         if chunk_id not in outline.gradients:
             raise _missing(program, f"a Backward that writes grad/{chunk_id}")
-        if chunk_id not in outline.segment_norms:
+        if chunk_id not in outline.segment_norms and chunk_id in counted:
             raise _missing(program, f"SEG chunk={chunk_id}")
         if chunk_id not in outline.updates:
             raise _missing(program, f"UPD chunk={chunk_id}")
@@ -224,15 +256,23 @@ def _check_chunks(outline: Outline) -> None:
             if chunk_id not in outline.gradients:
                 what = f"needs the gradient of chunk {chunk_id}, which no Backward writes"
                 raise make_error(program, RULE, index, what)
-    if outline.gradients and not outline.grad_norms:
+    makes_norm = _makes_norm(outline)
+    if makes_norm and not outline.grad_norms:
         raise _missing(program, "NORM")
+    if outline.grad_norms and not makes_norm:
+        what = "makes the global norm, which another rank makes"
+        raise make_error(program, RULE, outline.grad_norms[0], what)
 
 
 def _check_emits(outline: Outline) -> None:
     program, model = outline.program, outline.model
     needed: list[BufferId] = [NORM] if outline.grad_norms else []
     if model is not None:
-        needed += [value_id(model.loss, mb) for mb in range(program.num_microbatches)]
+        losses = [value_id(model.loss, mb) for mb in range(program.num_microbatches)]
+        if model.part is not None and program.kind == "train_step":
+            needed = [NORM]
+            losses = losses if model.loss in model.values else [LOSSES]
+        needed += losses
     for buffer in needed:
         if buffer not in outline.emits:
             raise _missing(program, f"EMIT {buffer}")
@@ -241,6 +281,44 @@ def _check_emits(outline: Outline) -> None:
             if buffer not in needed:
                 what = f"emits {buffer}, which is neither a loss nor the norm"
                 raise make_error(program, RULE, index, what)
+
+
+def _check_tied_sums(outline: Outline) -> None:
+    program, model = outline.program, outline.model
+    wanted: set[str] = set()
+    if model is not None and model.part is not None:
+        whole = model.part.whole.parameters
+        wanted = {name for name in model.parameters if shared_users(model.part, whole[name])}
+    for name in sorted(wanted):
+        if name not in outline.tied_sums:
+            raise _missing(program, f"TIED parameter={name}")
+    for name, (index,) in outline.tied_sums.items():
+        if model is not None and name not in wanted:
+            what = f"sums {name}, which is not a trained parameter of several ranks"
+            raise make_error(program, RULE, index, what)
+
+
+def _chunks_that_count(outline: Outline) -> set[ChunkId]:
+    # The chunks whose gradients count in the norm on this rank.
+    model = outline.model
+    if model is None and outline.receives:
+        return set(outline.segment_norms)
+    if model is None or model.part is None:
+        return {chunk.id for chunk in outline.program.layout.chunks}
+    chunks_of = chunks_by_parameter(outline.program.layout)
+    whole = model.part.whole.parameters
+    return {
+        chunk
+        for name, parameter in model.parameters.items()
+        if parameter.blocks and counting_rank(model.part, whole[name]) == model.part.rank
+        for chunk in chunks_of[name]
+    }
+
+
+def _makes_norm(outline: Outline) -> bool:
+    if outline.model is None or outline.model.part is None:
+        return bool(outline.gradients) and NORM not in outline.receives
+    return outline.model.part.rank == FIRST_RANK
 
 
 def _check_states(

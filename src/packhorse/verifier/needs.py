@@ -28,8 +28,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from packhorse.model.spec import ITEM_BYTES, Block, BlockId, Model, ValueId
+from packhorse.model.spec import (
+    ITEM_BYTES,
+    Block,
+    BlockId,
+    Model,
+    ParameterName,
+    Value,
+    ValueId,
+)
 from packhorse.program.buffers import (
+    LOSSES,
     NORM,
     NORM_SEGMENT_ELEMENTS,
     BufferId,
@@ -37,6 +46,7 @@ from packhorse.program.buffers import (
     ChunkId,
     Layout,
     norm_id,
+    packed_norms_id,
     saved_id,
     state_id,
     tied_grad_id,
@@ -44,6 +54,7 @@ from packhorse.program.buffers import (
     value_grad_id,
     value_id,
 )
+from packhorse.verifier.lives import count_packed_segments, find_flowing, shared_users
 
 NORM_ITEM_BYTES: Final = 8  # sums of squares are float64
 
@@ -60,6 +71,9 @@ class BlockNeeds:
     Where tied parameters are summed once a step: `last_gradients` are the chunks of parameters that
     it uses alone or last, `sums` its own sums of the others, whose chunks are `sum_gradients`.
     `handed_bytes` are those of gradients that it makes of tied parameters as their last user.
+
+    `shared_sums` are its own sums of parameters that several ranks use, whoever uses them last;
+    `shared_handed_bytes` the same bytes for those.
     """
 
     parameters: frozenset[BufferId]
@@ -80,6 +94,8 @@ class BlockNeeds:
     sums: frozenset[BufferId]
     sum_gradients: frozenset[BufferId]
     handed_bytes: int
+    shared_sums: frozenset[BufferId]
+    shared_handed_bytes: int
 
     def gradients_at(self, microbatch: int) -> frozenset[BufferId]:
         """The chunks whose gradient its Backward of a micro-batch adds to."""
@@ -109,9 +125,11 @@ class Needs:
 
     def backward_workspace_bytes(self, block: int, microbatch: int) -> int:
         """What a Backward holds beyond its body: gradients that it adds to chunks and drops."""
-        if self.last_summed is None or microbatch == 0:
+        if microbatch == 0:
             return 0
-        return self.blocks[block].handed_bytes
+        needs = self.blocks[block]
+        own_bytes = 0 if self.last_summed is None else needs.handed_bytes
+        return own_bytes + needs.shared_handed_bytes
 
     def forward_reads(self, block: int, microbatch: int) -> set[BufferId]:
         """What Forward and Recompute read."""
@@ -132,6 +150,8 @@ class Needs:
             *(value_grad_id(value, microbatch) for value in needs.value_grads_added),
             *(self.gradients_at(block, microbatch) & begun),
         }
+        if microbatch > 0:
+            found |= needs.shared_sums
         if self.last_summed is not None and microbatch > 0:
             found |= needs.sums
         elif microbatch > 0:
@@ -147,6 +167,7 @@ class Needs:
         found = {
             *(value_grad_id(value, microbatch) for value in needs.value_grads_written),
             *self.gradients_at(block, microbatch),
+            *needs.shared_sums,
         }
         if self.last_summed is not None:
             found |= needs.sums
@@ -163,13 +184,13 @@ def derive_needs(model: Model, layout: Layout, *, last_summed: int | None = None
         last_summed: the last micro-batch, where tied parameters are summed once a step.
     """
     chunks = chunks_by_parameter(layout)
-    flowing = _find_flowing(model)
+    flowing = find_flowing(model if model.part is None else model.part.whole)
     return Needs(
         blocks=tuple(_derive_block(model, block, chunks, flowing) for block in model.blocks),
         step_inputs=tuple(
             value.id
             for value in model.values.values()
-            if value.producer is None and value.consumers
+            if value.consumers and _makers(model)[value.id].producer is None
         ),
         last_summed=last_summed,
     )
@@ -215,9 +236,25 @@ def derive_sizes(model: Model, layout: Layout, num_microbatches: int) -> Mapping
     for parameter in model.parameters.values():
         if parameter.trainable:
             sum_bytes = parameter.num_elements * ITEM_BYTES[layout.dtypes["grad"]]
-            for block in parameter.blocks[:-1]:
+            for block in _shared_users(model, parameter.name) or (
+                _number(model, user) for user in parameter.blocks[:-1]
+            ):
                 sizes[tied_sum_id(parameter.name, block)] = sum_bytes
-    return sizes
+    return sizes | _exchanged_sizes(model, num_microbatches)
+
+
+def _exchanged_sizes(model: Model, num_microbatches: int) -> Mapping[BufferId, int]:
+    # What only ranks that are several have.
+    if model.part is None:
+        return {}
+    whole = model.part.whole
+    loss_bytes = whole.values[whole.loss].size_bytes
+    packed = count_packed_segments(model.part)
+    return {
+        LOSSES: num_microbatches * loss_bytes,
+        **{value_id(whole.loss, each): loss_bytes for each in range(num_microbatches)},
+        **{packed_norms_id(rank): count * NORM_ITEM_BYTES for rank, count in packed.items()},
+    }
 
 
 def _count_segments(layout: Layout) -> Mapping[ChunkId, int]:
@@ -235,26 +272,15 @@ def _count_segments(layout: Layout) -> Mapping[ChunkId, int]:
     return counts
 
 
-def _find_flowing(model: Model) -> frozenset[ValueId]:
-    # The values whose gradient is made: some user's backward is reached from the loss.
-    reached: set[BlockId] = set()
-    flowing: set[ValueId] = set()
-    for block in reversed(model.blocks):
-        if not block.has_backward:
-            continue
-        if any(value == model.loss or value in flowing for value in block.outputs):
-            reached.add(block.id)
-        for value in block.inputs:
-            if model.values[value].needs_grad and block.id in reached:
-                flowing.add(value)
-    return frozenset(flowing)
+def _makers(model: Model) -> Mapping[ValueId, Value]:
+    return model.values if model.part is None else model.part.whole.values
 
 
 def _derive_block(
     model: Model,
     block: Block,
     chunks: Mapping[str, tuple[ChunkId, ...]],
-    flowing: frozenset[ValueId],
+    flowing: frozenset[str],
 ) -> BlockNeeds:
     body = model.body_of(block.id)
     again = [block.parameters[index] for index in body.backward_parameters]
@@ -270,10 +296,19 @@ def _derive_block(
     summed: set[BufferId] = set()
     sums: set[BufferId] = set()
     handed_bytes = 0
+    shared: set[BufferId] = set()
+    shared_handed_bytes = 0
+    number = _number(model, block.id)
     for name in dict.fromkeys(block.parameters):
         parameter = model.parameters[name]
         users = parameter.blocks
         if not parameter.trainable:
+            continue
+        others = _shared_users(model, name)
+        if others:
+            shared.add(tied_sum_id(name, number))
+            if number == others[0]:
+                shared_handed_bytes += parameter.num_elements * ITEM_BYTES[parameter.dtype]
             continue
         if block.id == users[-1]:
             last.update(state_id("grad", chunk) for chunk in chunks[name])
@@ -281,7 +316,7 @@ def _derive_block(
                 handed_bytes += parameter.num_elements * ITEM_BYTES[parameter.dtype]
         else:
             summed.update(state_id("grad", chunk) for chunk in chunks[name])
-            sums.add(tied_sum_id(name, block.id))
+            sums.add(tied_sum_id(name, number))
         if block.id == users[0]:
             gradients.update(state_id("grad", chunk) for chunk in chunks[name])
             if len(users) > 1:
@@ -302,9 +337,7 @@ def _derive_block(
         value_grads_read=tuple(value for value in block.outputs if value in flowing),
         value_grads_written=written,
         value_grads_added=tuple(
-            value
-            for value in written
-            if any(model.blocks[user].has_backward for user in model.later_users(value, block.id))
+            value for value in written if _has_later_user(model, value, block.id)
         ),
         running_begun=tuple(begun),
         running_added=tuple(added),
@@ -315,7 +348,27 @@ def _derive_block(
         sums=frozenset(sums),
         sum_gradients=frozenset(summed),
         handed_bytes=handed_bytes,
+        shared_sums=frozenset(shared),
+        shared_handed_bytes=shared_handed_bytes,
     )
+
+
+def _number(model: Model, block: BlockId) -> BlockId:
+    # Of a block in the whole model.
+    return block if model.part is None else model.part.blocks[block]
+
+
+def _shared_users(model: Model, name: ParameterName) -> tuple[BlockId, ...]:
+    if model.part is None:
+        return ()
+    return shared_users(model.part, model.part.whole.parameters[name])
+
+
+def _has_later_user(model: Model, value: ValueId, block: BlockId) -> bool:
+    # On any rank, with a backward.
+    whole = model if model.part is None else model.part.whole
+    users = whole.later_users(value, _number(model, block))
+    return any(whole.blocks[user].has_backward for user in users)
 
 
 def _states(names: Iterable[str], chunks: Mapping[str, tuple[ChunkId, ...]]) -> frozenset[BufferId]:

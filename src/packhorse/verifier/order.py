@@ -88,10 +88,11 @@ def _check_norms(outline: Outline) -> None:
         if outline.grad_norms and outline.grad_norms[0] < index:
             what = f"comes after {name_task(program, outline.grad_norms[0])}, which needs it"
             raise make_error(program, RULE, index, what)
+    known = (*outline.grad_norms, *outline.receives.get(NORM, ()), len(program.tasks))
     for (index,) in outline.updates.values():
         task = program.tasks[index]
-        if isinstance(task, Update) and NORM in task.reads and outline.grad_norms[0] > index:
-            what = f"reads {NORM} before {name_task(program, outline.grad_norms[0])} makes it"
+        if isinstance(task, Update) and NORM in task.reads and known[0] > index:
+            what = f"reads {NORM} before {name_task(program, known[0])} makes it"
             raise make_error(program, RULE, index, what)
 
 

@@ -23,8 +23,13 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    PackLosses,
+    PackNorms,
     Recompute,
+    Recv,
     SegmentNorm,
+    Send,
+    SumTied,
     Update,
 )
 
@@ -36,7 +41,7 @@ BlockTable = Mapping[tuple[int, int], Indices]
 class Outline:
     """Where each thing happens; block tables go by block and micro-batch.
 
-    `gradients` lists, for each chunk, the Backward tasks that write its gradient.
+    `gradients` lists, for each chunk, the tasks that write its gradient: Backward and SumTied.
     """
 
     program: Program
@@ -46,8 +51,11 @@ class Outline:
     recomputes: BlockTable
     backwards: BlockTable
     gradients: Mapping[ChunkId, Indices]
+    tied_sums: Mapping[str, Indices]
     segment_norms: Mapping[ChunkId, Indices]
+    packs: Mapping[BufferId, Indices]
     grad_norms: Indices
+    receives: Mapping[BufferId, Indices]
     updates: Mapping[ChunkId, Indices]
     emits: Mapping[BufferId, Indices]
     imports: Mapping[BufferId, Indices]
@@ -61,8 +69,11 @@ def outline_program(program: Program, model: Model | None) -> Outline:
     recomputes: dict[tuple[int, int], list[int]] = defaultdict(list)
     backwards: dict[tuple[int, int], list[int]] = defaultdict(list)
     gradients: dict[ChunkId, list[int]] = defaultdict(list)
+    tied_sums: dict[str, list[int]] = defaultdict(list)
     segment_norms: dict[ChunkId, list[int]] = defaultdict(list)
+    packs: dict[BufferId, list[int]] = defaultdict(list)
     grad_norms: list[int] = []
+    receives: dict[BufferId, list[int]] = defaultdict(list)
     updates: dict[ChunkId, list[int]] = defaultdict(list)
     emits: dict[BufferId, list[int]] = defaultdict(list)
     imports: dict[BufferId, list[int]] = defaultdict(list)
@@ -70,8 +81,10 @@ def outline_program(program: Program, model: Model | None) -> Outline:
     chunk_of_gradient = {state_id("grad", c.id): c.id for c in program.layout.chunks}
     for index, task in enumerate(program.tasks):
         match task:
-            case Copy() | Free():
+            case Copy() | Free() | Send():
                 pass
+            case Recv():
+                receives[task.buffer].append(index)
             case Forward():
                 forwards[task.block, task.microbatch].append(index)
             case Recompute():
@@ -81,6 +94,14 @@ def outline_program(program: Program, model: Model | None) -> Outline:
                 for buffer in task.writes:
                     if buffer in chunk_of_gradient:
                         gradients[chunk_of_gradient[buffer]].append(index)
+            case SumTied():
+                tied_sums[task.parameter].append(index)
+                for buffer in task.writes:
+                    if buffer in chunk_of_gradient:
+                        gradients[chunk_of_gradient[buffer]].append(index)
+            case PackNorms() | PackLosses():
+                for buffer in task.writes:
+                    packs[buffer].append(index)
             case Feed():
                 feeds[task.microbatch].append(index)
             case SegmentNorm():
@@ -103,8 +124,11 @@ def outline_program(program: Program, model: Model | None) -> Outline:
         recomputes=dict(recomputes),
         backwards=dict(backwards),
         gradients=dict(gradients),
+        tied_sums=dict(tied_sums),
         segment_norms=dict(segment_norms),
+        packs=dict(packs),
         grad_norms=grad_norms,
+        receives=dict(receives),
         updates=dict(updates),
         emits=dict(emits),
         imports=dict(imports),

@@ -13,13 +13,15 @@ from collections.abc import Collection, Iterable
 from typing import Final
 
 from packhorse.errors import RuleError
-from packhorse.model.spec import Body, Model
+from packhorse.model.spec import Body, Model, ParameterName
 from packhorse.program.buffers import (
+    LOSSES,
     NORM,
     NORM_WORKSPACE_BYTES,
     BufferId,
     ChunkId,
     norm_id,
+    packed_norms_id,
     saved_id,
     state_id,
     tied_sum_id,
@@ -36,13 +38,19 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    PackLosses,
+    PackNorms,
     Recompute,
+    Recv,
     SegmentNorm,
+    Send,
+    SumTied,
     Update,
     workspace_of,
 )
 from packhorse.verifier.failures import make_error, suggest
-from packhorse.verifier.needs import Needs, derive_needs, derive_sizes
+from packhorse.verifier.lives import FIRST_RANK, count_packed_segments, shared_users
+from packhorse.verifier.needs import Needs, chunks_by_parameter, derive_needs, derive_sizes
 from packhorse.verifier.outline import Outline
 
 RULE: Final = "reads"
@@ -60,8 +68,28 @@ def check_reads(outline: Outline) -> None:
     begun: set[BufferId] = set()
     for index, task in enumerate(program.tasks):
         match task:
-            case Copy() | Free() | Emit() | Import() | Export() | Update():
+            case Copy() | Free() | Send() | Recv() | Emit() | Import() | Export() | Update():
                 continue
+            case SumTied(parameter=name):
+                chunks = chunks_by_parameter(program.layout)[name]
+                sums = _sums_in_order(model, name)
+                _compare(program, index, "read", task.reads, sums)
+                grads = {state_id("grad", chunk) for chunk in chunks}
+                _compare(program, index, "write", task.writes, grads)
+                if task.reads != sums:
+                    what = f"adds in another order than {', '.join(sums)}"
+                    raise make_error(program, RULE, index, what)
+            case PackNorms():
+                norms = {norm_id(chunk) for chunk in outline.segment_norms}
+                _compare(program, index, "read", task.reads, norms)
+                _compare(program, index, "write", task.writes, {packed_norms_id(program.rank)})
+            case PackLosses():
+                losses = [value_id(model.loss, each) for each in range(program.num_microbatches)]
+                _compare(program, index, "read", task.reads, losses)
+                _compare(program, index, "write", task.writes, {LOSSES})
+                if list(task.reads) != losses:
+                    what = "packs losses in another order than that of the micro-batches"
+                    raise make_error(program, RULE, index, what)
             case Feed(microbatch=microbatch):
                 fed = {value_id(value, microbatch) for value in needs.step_inputs}
                 _compare(program, index, "write", task.writes, fed)
@@ -90,15 +118,32 @@ def check_reads(outline: Outline) -> None:
                 _compare(program, index, "write", task.writes, {norm_id(chunk)})
                 _check_workspace(program, index, NORM_WORKSPACE_BYTES)
             case GradNorm():
-                norms = {norm_id(chunk) for chunk in outline.segment_norms}
+                norms = {norm_id(chunk) for chunk in outline.segment_norms} | _packed(model)
                 _compare(program, index, "read", task.reads, norms)
                 _compare(program, index, "write", task.writes, {NORM})
 
 
+def _packed(model: Model) -> set[BufferId]:
+    if model.part is None:
+        return set()
+    ranks = count_packed_segments(model.part)
+    return {packed_norms_id(rank) for rank in ranks if rank != FIRST_RANK}
+
+
+def _sums_in_order(model: Model, name: str) -> tuple[BufferId, ...]:
+    # The last user's first.
+    if model.part is None:
+        return ()
+    users = shared_users(model.part, model.part.whole.parameters[ParameterName(name)])
+    return tuple(tied_sum_id(name, user) for user in users)
+
+
 def _find_last_summed(program: Program, model: Model) -> int | None:
+    # Those of parameters that several ranks use are always summed so.
     sums = (
-        tied_sum_id(name, block)
+        tied_sum_id(name, block if model.part is None else model.part.blocks[block])
         for name in model.summed_parameters
+        if not _sums_in_order(model, name)
         for block in model.parameters[name].blocks
     )
     found = any(name in program.buffers for name in sums)

@@ -8,6 +8,7 @@ compiler: what it expects, it derives from model and layout.
     declared  every buffer that a task names is declared, with a pool in the tier where it is used
     layout    chunks and slots are aligned, do not overlap, and no cut changes a norm
     coverage  everything happens exactly once: blocks, micro-batches, chunks, losses, states
+    messages  what crosses between ranks does so once, in its turn, to the right one    (*)
     order     gradients are summed in the agreed order, norms and updates come after them
     reads     each task reads and writes exactly what the model says; sizes are the model's  (*)
     present   what is read or freed is there, what is created is not there yet
@@ -37,6 +38,7 @@ from packhorse.verifier.coverage import check_coverage
 from packhorse.verifier.declared import check_declared
 from packhorse.verifier.freshness import check_fresh
 from packhorse.verifier.layout import check_layout
+from packhorse.verifier.messages import check_lives
 from packhorse.verifier.order import check_order
 from packhorse.verifier.outline import Outline, outline_program
 from packhorse.verifier.presence import check_present
@@ -91,6 +93,7 @@ RULES: Final[tuple[Rule, ...]] = (
     DeclarationRule(name="declared", check=check_declared),
     DeclarationRule(name="layout", check=check_layout),
     OutlineRule(name="coverage", check=check_coverage),
+    OutlineRule(name="messages", check=check_lives),
     OutlineRule(name="order", check=check_order),
     OutlineRule(name="reads", check=check_reads),
     StartRule(name="capacity", check=check_start),

@@ -1,7 +1,9 @@
 """Frees: every buffer that lives only inside a step is dropped after its last use.
 
 In: tasks and the table of buffers. Out: the same tasks with a Free after the last task that
-touches a buffer without a home. Buffers that may leave the device are the residency pass's.
+touches a buffer without a home. One that is created again, such as a gradient that went to another
+rank and comes back, has several lives, each with its end. Buffers that may leave the device are the
+residency pass's.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ def add_frees(tasks: Sequence[Task], buffers: Mapping[BufferId, Buffer]) -> tupl
     """Insert a Free of every transient buffer directly after its last use."""
     passing = {name for name, each in buffers.items() if each.home is None and len(each.pools) == 1}
     last: dict[BufferId, int] = {}
+    ends: list[tuple[BufferId, int]] = []
     for position, task in enumerate(tasks):
-        for buffer, _ in (*reads_of(task), *writes_of(task)):
+        read = reads_of(task)
+        for buffer, tier in dict.fromkeys((*read, *writes_of(task))):
             if buffer in passing:
+                if buffer in last and (buffer, tier) not in read:
+                    ends.append((buffer, last[buffer]))
                 last[buffer] = position
     ending: dict[int, list[Task]] = {}
-    for buffer, position in last.items():
+    for buffer, position in (*ends, *last.items()):
         ending.setdefault(position, []).append(Free(buffer=buffer, tier="device"))
     result: list[Task] = []
     for position, task in enumerate(tasks):

@@ -1,36 +1,44 @@
-"""The order of compute tasks, and what each reads and writes.
+"""Compute tasks in their order, and what each reads and writes.
 
-In: model, layout, per block keep or recompute, the order of micro-batches. Out: Feed, Forward,
-Recompute, Backward and the Emit of each loss; everything is in the device tier, nothing is moved or
-freed yet.
+In: a model or a rank's part of one, its layout, a list of runs, which blocks recompute. Out: Feed,
+Forward, Recompute, Backward, what ranks send each other, and the Emit of each loss; everything is
+in the device tier, nothing is moved between tiers or freed yet.
 
-    depth first    for each micro-batch:
-                       Feed; Forward of every block in order; Emit the loss
-                       for each block with a backward, last first: Recompute if so chosen, Backward
-    layered        for each block: for each micro-batch: (Feed;) Forward; (Emit the loss)
-                       the last block's Backward follows its Forward at once
-                   for each block with a backward, last first:
-                       for each micro-batch, first in, first out: Recompute if so chosen, Backward
+    for each run, whoever's it is:
+        forward    if it is this rank's: (Feed;) Forward; (Emit the loss)
+        backward   if it is this rank's: Recompute if so chosen, Backward
+        what it makes for other ranks: Send on its rank, Recv on theirs
+    at the end: the losses and the sums of parameters that several ranks use
 
-Either way a block's Backward goes over the micro-batches in order, so both orders have the same
-sums. A value or parameter with several users gets its gradient from the last user first; earlier
-users add to it as an extra root. The first Backward that touches a gradient chunk creates it.
+All ranks' lists are projections of one total order, in which each message stands right behind the
+run that makes it: both ends of a channel see the same sequence, and no rank waits in a circle.
+
+A value or parameter with several users gets its gradient from the last user first; earlier users
+add to it as an extra root, on whichever rank they are. The first Backward that touches a gradient
+chunk creates it.
 
 A tied parameter whose sum is per micro-batch is summed in its chunk in micro-batch 0; in later ones
 the chunk holds earlier micro-batches, so the sum is apart until the first user adds it to the
 chunk. Where its sum is per step, the last user adds up its micro-batches in the chunk, every other
-user apart, until its Backward of the last micro-batch adds what it has to the chunk.
+user apart, until its Backward of the last micro-batch adds what it has to the chunk. Where users
+are on several ranks, each has its sum apart; all of them go to every rank that holds the parameter,
+and are added into its chunk, the last user's first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from packhorse.compiler.layout import find_chunks
+from packhorse.compiler.passes.exchange import Exchange, find_exchange
+from packhorse.compiler.runs import Run, Runs
+from packhorse.model.parts import number_globally, values_with_grad
 from packhorse.model.spec import ITEM_BYTES, Block, BlockId, Model, Parameter, ValueId
-from packhorse.plan.spec import Order, TiedSum
+from packhorse.plan.spec import TiedSum
 from packhorse.program.buffers import (
+    LOSSES,
     BufferId,
     ChunkId,
     Layout,
@@ -41,7 +49,18 @@ from packhorse.program.buffers import (
     value_grad_id,
     value_id,
 )
-from packhorse.program.tasks import Backward, Emit, Feed, Forward, Recompute, Task
+from packhorse.program.tasks import (
+    Backward,
+    Emit,
+    Feed,
+    Forward,
+    PackLosses,
+    Recompute,
+    Recv,
+    Send,
+    SumTied,
+    Task,
+)
 
 ChunksOf = Mapping[str, tuple[ChunkId, ...]]
 
@@ -49,86 +68,67 @@ ChunksOf = Mapping[str, tuple[ChunkId, ...]]
 def order_train_step(
     model: Model,
     layout: Layout,
+    runs: Runs,
     *,
     recomputed: Collection[BlockId],
     num_microbatches: int,
-    order: Order = "depth_first",
     tied_sum: TiedSum = "per_microbatch",
 ) -> tuple[Task, ...]:
     """Order a training step.
 
     A block of `recomputed` whose Backward follows its Forward directly keeps its saved values
     instead: the memory is the same, the work less. A body that saves nothing is not run again.
+
+    Args:
+        runs: in the total order of all ranks.
     """
     kept = [b.id for b in model.blocks if b.has_backward and _saves(model, b.id)]
-    backward = [block for block in reversed(model.blocks) if block.has_backward]
-    directly = backward[0].id if backward and backward[0].id == model.blocks[-1].id else None
-    again = {block for block in kept if block in recomputed and block != directly}
+    directly = _find_direct(model, runs)
+    again = {block for block in kept if block in recomputed and block not in directly}
     step = _Step(
         model=model,
+        exchange=find_exchange(model),
         chunks_of=_chunks_of(layout),
         with_grad=values_with_grad(model),
         keeping=frozenset(block for block in kept if block not in again),
         again=frozenset(again),
-        # With one micro-batch both sums are the same, and this one needs no room of its own.
-        sums_per_step=tied_sum == "per_step" and num_microbatches > 1,
+        sums_per_step=tied_sum == "per_step",
         num_microbatches=num_microbatches,
+        evaluates=False,
     )
-    everything = range(num_microbatches)
-    created: set[BufferId] = set()
-    tasks: list[Task] = []
-    if order == "depth_first":
-        for microbatch in everything:
-            tasks += step.forward(model.blocks, [microbatch])
-            for block in backward:
-                tasks += step.backward(block, microbatch, created)
-        return tuple(tasks)
-    for block in model.blocks:
-        for microbatch in everything:
-            tasks += step.forward([block], [microbatch])
-            if block.id == directly:
-                tasks += step.backward(block, microbatch, created)
-    for block in backward:
-        if block.id != directly:
-            for microbatch in everything:
-                tasks += step.backward(block, microbatch, created)
-    return tuple(tasks)
+    return (*step.order(runs), *step.hand_out_losses(), *step.sum_shared())
 
 
 def order_evaluation(
-    model: Model, layout: Layout, *, num_microbatches: int, num_together: int = 1
+    model: Model, layout: Layout, runs: Runs, *, num_microbatches: int
 ) -> tuple[Task, ...]:
-    """Order the forward of every micro-batch; nothing is kept but what later blocks use.
-
-    So many micro-batches as `num_together` go through a block before the next block.
-    """
+    """Order the forward of every micro-batch; nothing is kept but what later blocks use."""
     step = _Step(
         model=model,
+        exchange=find_exchange(model),
         chunks_of=_chunks_of(layout),
         with_grad=frozenset(),
         keeping=frozenset(),
         again=frozenset(),
         sums_per_step=False,
         num_microbatches=num_microbatches,
+        evaluates=True,
     )
-    tasks: list[Task] = []
-    for first in range(0, num_microbatches, num_together):
-        together = range(first, min(first + num_together, num_microbatches))
-        tasks += step.forward(model.blocks, together)
-    return tuple(tasks)
+    return tuple(step.order(runs))
 
 
-def values_with_grad(model: Model) -> frozenset[ValueId]:
-    """The values that a gradient flows back through: some later user leads it from the loss.
-
-    The loss has none: its gradient is 1.
-    """
-    found: set[ValueId] = set()
-    for block in reversed(model.blocks):
-        rooted = any(value == model.loss or value in found for value in block.outputs)
-        if block.has_backward and rooted:
-            found.update(value for value in block.inputs if model.values[value].needs_grad)
-    return frozenset(found)
+def _find_direct(model: Model, runs: Runs) -> frozenset[BlockId]:
+    # The blocks of a model whose every backward follows its own forward with none in between.
+    local = {block: at for at, block in enumerate(number_globally(model))}
+    own = [run for run in runs if run.block in local]
+    direct = {
+        (after.block, after.microbatch)
+        for before, after in pairwise(own)
+        if (before.block, before.microbatch) == (after.block, after.microbatch)
+    }
+    backwards = {(r.block, r.microbatch) for r in own if r.direction == "backward"}
+    late = {block for block, _ in backwards - direct}
+    return frozenset(BlockId(local[block]) for block, _ in backwards if block not in late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,27 +136,94 @@ class _Step:
     # What all tasks of a program have in common: `keeping` are the blocks whose Forward saves,
     # `again` those that recompute.
     model: Model
+    exchange: Exchange
     chunks_of: ChunksOf
     with_grad: frozenset[ValueId]
     keeping: frozenset[BlockId]
     again: frozenset[BlockId]
     sums_per_step: bool
     num_microbatches: int
+    evaluates: bool
 
-    def forward(self, blocks: Sequence[Block], microbatches: Sequence[int]) -> list[Task]:
-        """Run blocks, each over all micro-batches, which are fed when the first block runs."""
+    def order(self, runs: Runs) -> list[Task]:
+        """Give the tasks of all runs of this rank, and the messages of all runs that concern it."""
         tasks: list[Task] = []
-        for block in blocks:
-            for microbatch in microbatches:
-                if block.id == self.model.blocks[0].id:
-                    tasks.append(self._feed(microbatch))
-                tasks.append(self._forward(block, microbatch))
-                if self.model.loss in block.outputs:
-                    tasks.append(Emit(buffer=value_id(self.model.loss, microbatch)))
+        created: set[BufferId] = set()
+        fed: set[int] = set()
+        for run in runs:
+            at = self.exchange.local.get(run.block)
+            if at is not None:
+                block = self.model.blocks[at]
+                if run.direction == "forward":
+                    if run.microbatch not in fed:
+                        fed.add(run.microbatch)
+                        tasks += self._feed(run.microbatch)
+                    tasks.append(self._forward(block, run.microbatch))
+                    if self.model.loss in block.outputs:
+                        tasks.append(Emit(buffer=self._loss_of(run)))
+                else:
+                    tasks += self._backwards(block, run.microbatch, created)
+            messages = self._messages(run)
+            received = [task.buffer for task in messages if isinstance(task, Recv)]
+            created.update(received)
+            tasks += messages
+            tasks += [Emit(buffer=name) for name in received if name == self._loss_of(run)]
         return tasks
 
-    def backward(self, block: Block, microbatch: int, created: set[BufferId]) -> list[Task]:
-        """Run a block's backward; `created` are buffers that exist, and gets what it creates."""
+    def hand_out_losses(self) -> list[Task]:
+        """Send the losses of all micro-batches to every rank that does not compute them."""
+        source = self.exchange.owners[self.exchange.last]
+        if self.exchange.num_ranks == 1:
+            return []
+        if source != self.exchange.rank:
+            return [Recv(buffer=LOSSES, peer=source), Emit(buffer=LOSSES)]
+        losses = tuple(value_id(self.model.loss, each) for each in range(self.num_microbatches))
+        return [
+            PackLosses(reads=losses, writes=(LOSSES,)),
+            *(Send(buffer=LOSSES, peer=rank) for rank in self.exchange.other_ranks(source)),
+        ]
+
+    def sum_shared(self) -> list[Task]:
+        """Add up the sums of all users of each parameter that several ranks use."""
+        return [
+            SumTied(
+                parameter=name,
+                reads=tuple(tied_sum_id(name, user) for user in users),
+                writes=tuple(state_id("grad", chunk) for chunk in self.chunks_of[name]),
+            )
+            for name, users in self.exchange.shared.items()
+            if name in self.model.parameters
+        ]
+
+    def _loss_of(self, run: Run) -> BufferId:
+        return value_id(self.model.loss, run.microbatch)
+
+    def _messages(self, run: Run) -> list[Task]:
+        exchange, rank = self.exchange, self.exchange.rank
+        found: list[tuple[BufferId, int, int]] = []
+        source = exchange.owner_of(run.block)
+        if run.direction == "forward":
+            for value, targets in exchange.values_from(run.block):
+                name = value_id(value, run.microbatch)
+                found += [(name, source, target) for target in targets]
+            if self.evaluates and run.block == exchange.last:
+                others = exchange.other_ranks(source)
+                found += [(self._loss_of(run), source, target) for target in others]
+        else:
+            for value, target in exchange.gradients_from(run.block):
+                found.append((value_grad_id(value, run.microbatch), source, target))
+            if run.microbatch == self.num_microbatches - 1:
+                for parameter, targets in exchange.sums_from(run.block):
+                    name = tied_sum_id(parameter, run.block)
+                    found += [(name, source, target) for target in targets]
+        return [
+            Send(buffer=name, peer=target) if source == rank else Recv(buffer=name, peer=source)
+            for name, source, target in found
+            if rank in (source, target)
+        ]
+
+    def _backwards(self, block: Block, microbatch: int, created: set[BufferId]) -> list[Task]:
+        # `created` are buffers that exist, and gets what is created here.
         tasks: list[Task] = []
         if block.id in self.again:
             tasks.append(self._recompute(block, microbatch))
@@ -164,12 +231,9 @@ class _Step:
         created.update(task.writes)
         return [*tasks, task]
 
-    def _feed(self, microbatch: int) -> Feed:
-        values = self.model.values.values()
-        fed = (v.id for v in values if v.producer is None and v.consumers)
-        return Feed(
-            microbatch=microbatch, writes=tuple(value_id(value, microbatch) for value in fed)
-        )
+    def _feed(self, microbatch: int) -> list[Task]:
+        fed = tuple(value_id(value, microbatch) for value in self.model.step_inputs)
+        return [Feed(microbatch=microbatch, writes=fed)] if fed else []
 
     def _forward(self, block: Block, microbatch: int) -> Forward:
         body = self.model.bodies[block.body]
@@ -240,12 +304,14 @@ class _Step:
         # What is read beyond what is written, and what is written.
         users = self._users(parameter)
         chunks = [state_id("grad", chunk) for chunk in self.chunks_of[parameter.name]]
+        if parameter.name in self.exchange.shared:
+            return [], [tied_sum_id(parameter.name, self.exchange.numbers[block.id])]
         if len(users) == 1:
             return [], chunks
         if self.sums_per_step:
             if block.id == users[-1]:
                 return [], chunks
-            apart = [tied_sum_id(parameter.name, block.id)]
+            apart = [tied_sum_id(parameter.name, self.exchange.numbers[block.id])]
             return [], apart + (chunks if microbatch == self.num_microbatches - 1 else [])
         if microbatch == 0:
             return [], chunks
@@ -256,7 +322,12 @@ class _Step:
         # The last user's gradient is a running sum from micro-batch 1 on; where its sum is per
         # step it exists only until it is added to the chunk: as workspace.
         users = self._users(parameter)
-        if not self.sums_per_step or microbatch == 0 or len(users) == 1 or block.id != users[-1]:
+        shared = self.exchange.shared.get(parameter.name, ())
+        if shared:
+            is_last = self.exchange.numbers[block.id] == shared[0]
+        else:
+            is_last = self.sums_per_step and len(users) > 1 and block.id == users[-1]
+        if microbatch == 0 or not is_last:
             return 0
         return parameter.num_elements * ITEM_BYTES[parameter.dtype]
 

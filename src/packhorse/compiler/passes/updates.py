@@ -10,6 +10,9 @@ with SegmentNorm, GradNorm, Update and the Emit of the global norm.
                 (Update waits for the last task that reads the chunk's parameters)
                 at the end: GradNorm, Emit
 
+Where a model lies on several ranks, each sums its own chunks; one of them gets all segment norms,
+makes the global norm and hands it to the others. A parameter that several ranks hold counts on the first.
+
 An Update that clips scales the gradient in place, so it writes it too. Norms are made in the
 device; where chunks that clip are updated in the host, the global norm is taken there once.
 
@@ -22,11 +25,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Final
 
+from packhorse.compiler.passes.exchange import NORM_RANK
+from packhorse.model.parts import find_counting
+from packhorse.model.spec import Model
 from packhorse.plan.spec import OptimizerPlan, Plan
 from packhorse.program.buffers import (
     NORM,
+    NORM_SEGMENT_ELEMENTS,
     NORM_WORKSPACE_BYTES,
     BufferId,
     Chunk,
@@ -34,6 +42,7 @@ from packhorse.program.buffers import (
     Layout,
     TierName,
     norm_id,
+    packed_norms_id,
     state_id,
 )
 from packhorse.program.tasks import (
@@ -41,7 +50,10 @@ from packhorse.program.tasks import (
     Emit,
     Free,
     GradNorm,
+    PackNorms,
+    Recv,
     SegmentNorm,
+    Send,
     Task,
     Update,
     reads_of,
@@ -60,6 +72,47 @@ class UpdatePlace:
     parameters_home: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormExchange:
+    """How ranks come to the global norm.
+
+    `counting` gives for each rank with gradients that count, but the one that makes the norm, the
+    number of their segments; `copies` are the parameters whose gradient counts on another rank.
+    """
+
+    rank: int
+    num_ranks: int
+    counting: Mapping[int, int]
+    copies: frozenset[str]
+
+    def counts_elsewhere(self, chunk: Chunk, layout: Layout) -> bool:
+        """Whether a chunk holds a copy; then it holds nothing else."""
+        return bool(self.copies) and any(
+            slot.parameter in self.copies for slot in layout.slots_of(chunk)
+        )
+
+
+ALONE: Final = NormExchange(rank=NORM_RANK, num_ranks=1, counting={}, copies=frozenset())
+
+
+def find_norm_exchange(model: Model) -> NormExchange:
+    """Find who sends segment norms to whom."""
+    if model.part is None:
+        return ALONE
+    whole, owners = model.part.whole, model.part.owners
+    counts = find_counting(whole, owners)
+    segments = dict.fromkeys(sorted(set(counts.values()) - {NORM_RANK}), 0)
+    for name, rank in counts.items():
+        if rank != NORM_RANK:
+            segments[rank] += ceil(whole.parameters[name].num_elements / NORM_SEGMENT_ELEMENTS)
+    return NormExchange(
+        rank=model.part.rank,
+        num_ranks=max(owners) + 1,
+        counting=segments,
+        copies=frozenset[str](name for name, rank in counts.items() if rank != model.part.rank),
+    )
+
+
 def place_updates(plan: Plan) -> tuple[UpdatePlace, ...]:
     """Where each chunk is updated."""
     return tuple(
@@ -73,9 +126,11 @@ def add_updates(
     layout: Layout,
     optimizer: OptimizerPlan,
     places: Sequence[UpdatePlace],
+    norms: NormExchange = ALONE,
 ) -> tuple[Task, ...]:
     """Insert norms and updates for every trained chunk; `places` are those of all chunks."""
     trained = [chunk for chunk in layout.chunks if chunk.trainable]
+    counted = [chunk for chunk in trained if not norms.counts_elsewhere(chunk, layout)]
     writes = _last_positions([tuple(buffer for buffer, _ in writes_of(task)) for task in tasks])
     reads = _last_positions([tuple(buffer for buffer, _ in reads_of(task)) for task in tasks])
     norm_at: dict[int, list[Chunk]] = {}
@@ -91,7 +146,8 @@ def add_updates(
         result.append(task)
         ready = update_at.get(position, []) if not optimizer.clips else []
         for chunk in norm_at.get(position, []):
-            result.append(_segment_norm(chunk))
+            if chunk in counted:
+                result.append(_segment_norm(chunk))
             finished.append(chunk)
             if chunk in ready:
                 result.append(_update(chunk, optimizer, places))
@@ -100,7 +156,7 @@ def add_updates(
             for chunk in ready
             if chunk not in norm_at.get(position, [])
         ]
-    result.append(GradNorm(reads=tuple(norm_id(chunk.id) for chunk in trained), writes=(NORM,)))
+    result += _find_norm(tuple(norm_id(chunk.id) for chunk in counted), norms)
     result.append(Emit(buffer=NORM))
     if optimizer.clips:
         updates = [_update(chunk, optimizer, places) for chunk in _order_last(finished, places)]
@@ -109,6 +165,18 @@ def add_updates(
             updates += [Free(buffer=NORM, tier="host"), Free(buffer=NORM, tier="device")]
         result += updates
     return tuple(result)
+
+
+def _find_norm(own: tuple[BufferId, ...], norms: NormExchange) -> list[Task]:
+    if norms.rank != NORM_RANK:
+        packed = packed_norms_id(norms.rank)
+        sent = [PackNorms(reads=own, writes=(packed,)), Send(buffer=packed, peer=NORM_RANK)]
+        return [*(sent if own else []), Recv(buffer=NORM, peer=NORM_RANK)]
+    return [
+        *(Recv(buffer=packed_norms_id(rank), peer=rank) for rank in norms.counting),
+        GradNorm(reads=(*own, *map(packed_norms_id, norms.counting)), writes=(NORM,)),
+        *(Send(buffer=NORM, peer=rank) for rank in range(norms.num_ranks) if rank != NORM_RANK),
+    ]
 
 
 def takes_norm_to_host(

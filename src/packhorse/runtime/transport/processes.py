@@ -1,0 +1,91 @@
+"""Ranks that are processes: messages over `torch.distributed`.
+
+In: an initialised default process group, as torchrun's environment gives it, and the channels that
+programs use. Out: a `Transport`. Every channel has a communicator of its own, so that no message
+waits behind one of another pair or direction; all ranks make them in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from packhorse.errors import PeerLostError
+
+WAIT: Final = timedelta(minutes=10)
+_REASON_KEY: Final = "packhorse/failed"
+
+Channel = tuple[int, int]
+
+
+class ProcessTransport:
+    """This process's end of all channels.
+
+    Args:
+        channels: (source, target) of all messages of all ranks: the same on every rank.
+        wait: how long a message may take to come.
+    """
+
+    def __init__(self, channels: Iterable[Channel], *, wait: timedelta = WAIT) -> None:
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._wait = wait
+        self._groups: dict[Channel, dist.ProcessGroup] = {}
+        for source, target in sorted(set(channels)):
+            # Every rank takes part in making a group, whoever is in it.
+            made = dist.new_group([source, target], timeout=wait)
+            if self._rank in (source, target):
+                self._groups[source, target] = made
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return self._num_ranks
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Hand a tensor to a peer; blocks until it may be changed again."""
+        group = self._groups[self._rank, peer]
+        try:
+            group.send([tensor], _place_in(self._rank, peer), 0).wait()
+        except RuntimeError as error:
+            raise self._lost(f"sending to rank {peer}", error) from error
+
+    def receive(self, tensor: Tensor, peer: int) -> None:
+        """Fill a tensor with a peer's next message; blocks until it is there."""
+        group = self._groups[peer, self._rank]
+        try:
+            group.recv([tensor], _place_in(self._rank, peer), 0).wait()
+        except RuntimeError as error:
+            raise self._lost(f"waiting for a message from rank {peer}", error) from error
+
+    def abort(self, reason: str) -> None:
+        """Leave word of why this rank ends; others notice when its process is gone."""
+        with suppress(RuntimeError):
+            store = dist.distributed_c10d._get_default_store()  # no public way to the rendezvous
+            store.compare_set(_REASON_KEY, "", f"rank {self._rank}: {reason}")
+
+    def close(self) -> None:
+        """Give up the channels."""
+        self._groups.clear()
+
+    def _lost(self, where: str, error: RuntimeError) -> PeerLostError:
+        what = "another rank is gone"
+        with suppress(RuntimeError):
+            store = dist.distributed_c10d._get_default_store()  # as above
+            if store.check([_REASON_KEY]):
+                what = f"another rank has failed: {store.get(_REASON_KEY).decode()}"
+        return PeerLostError(what, where=f"{where}: {str(error).partition(chr(10))[0]}")
+
+
+def _place_in(rank: int, peer: int) -> int:
+    # A group of two numbers its ranks anew, in ascending order.
+    return 0 if peer < rank else 1
