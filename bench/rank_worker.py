@@ -84,7 +84,7 @@ def ways_of(case: Case) -> Ways:
     )
 
 
-def train_case(case: Case, subject: Subject, folder: Path) -> None:
+def train_case(case: Case, subject: Subject, folder: Path, store: dist.Store) -> None:
     """Train one case on this rank and write what it heard."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     entry = ZOO[case.model.partition("-")[0]]
@@ -113,7 +113,7 @@ def train_case(case: Case, subject: Subject, folder: Path) -> None:
         num_threads=1,
         heap="keep",
         audit=True,
-        transport=ProcessTransport(find_channels(part.model)),
+        transport=ProcessTransport(find_channels(part.model), store),
     ) as engine:
         load_weights(engine, subject.weights)
         results = [
@@ -135,7 +135,8 @@ def train_case(case: Case, subject: Subject, folder: Path) -> None:
 def main(cases_path: str, folder: str) -> None:
     """Run all cases, one after another."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    store, rank, num_ranks = next(dist.rendezvous("env://"))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     subjects: dict[tuple[str, str], Subject] = {}
     found = json.loads(Path(cases_path).read_text(encoding="utf-8"))
     for values in found:
@@ -143,7 +144,7 @@ def main(cases_path: str, folder: str) -> None:
         key = (case.model, case.optimizer)
         if key not in subjects:
             subjects[key] = make_subject(case)
-        train_case(case, subjects[key], Path(folder))
+        train_case(case, subjects[key], Path(folder), store)
     dist.destroy_process_group()
 
 

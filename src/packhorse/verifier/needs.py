@@ -240,7 +240,7 @@ def derive_sizes(model: Model, layout: Layout, num_microbatches: int) -> Mapping
                 _number(model, user) for user in parameter.blocks[:-1]
             ):
                 sizes[tied_sum_id(parameter.name, block)] = sum_bytes
-    return sizes | _exchanged_sizes(model, num_microbatches)
+    return {**sizes, **_exchanged_sizes(model, num_microbatches)}
 
 
 def _exchanged_sizes(model: Model, num_microbatches: int) -> Mapping[BufferId, int]:

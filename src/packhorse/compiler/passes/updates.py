@@ -11,7 +11,8 @@ with SegmentNorm, GradNorm, Update and the Emit of the global norm.
                 at the end: GradNorm, Emit
 
 Where a model lies on several ranks, each sums its own chunks; one of them gets all segment norms,
-makes the global norm and hands it to the others. A parameter that several ranks hold counts on the first.
+makes the global norm and hands it to the others. A parameter that several ranks hold counts on the
+first.
 
 An Update that clips scales the gradient in place, so it writes it too. Norms are made in the
 device; where chunks that clip are updated in the host, the global norm is taken there once.

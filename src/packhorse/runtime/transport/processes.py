@@ -28,17 +28,21 @@ class ProcessTransport:
 
     Args:
         channels: (source, target) of all messages of all ranks: the same on every rank.
+        store: the key-value store that all ranks met at.
         wait: how long a message may take to come.
     """
 
-    def __init__(self, channels: Iterable[Channel], *, wait: timedelta = WAIT) -> None:
+    def __init__(
+        self, channels: Iterable[Channel], store: dist.Store, *, wait: timedelta = WAIT
+    ) -> None:
+        self._store = store
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._wait = wait
         self._groups: dict[Channel, dist.ProcessGroup] = {}
         for source, target in sorted(set(channels)):
             # Every rank takes part in making a group, whoever is in it.
             made = dist.new_group([source, target], timeout=wait)
             if self._rank in (source, target):
+                assert isinstance(made, dist.ProcessGroup)
                 self._groups[source, target] = made
 
     @property
@@ -70,8 +74,7 @@ class ProcessTransport:
     def abort(self, reason: str) -> None:
         """Leave word of why this rank ends; others notice when its process is gone."""
         with suppress(RuntimeError):
-            store = dist.distributed_c10d._get_default_store()  # no public way to the rendezvous
-            store.compare_set(_REASON_KEY, "", f"rank {self._rank}: {reason}")
+            self._store.compare_set(_REASON_KEY, "", f"rank {self._rank}: {reason}")
 
     def close(self) -> None:
         """Give up the channels."""
@@ -80,9 +83,8 @@ class ProcessTransport:
     def _lost(self, where: str, error: RuntimeError) -> PeerLostError:
         what = "another rank is gone"
         with suppress(RuntimeError):
-            store = dist.distributed_c10d._get_default_store()  # as above
-            if store.check([_REASON_KEY]):
-                what = f"another rank has failed: {store.get(_REASON_KEY).decode()}"
+            if self._store.check([_REASON_KEY]):
+                what = f"another rank has failed: {self._store.get(_REASON_KEY).decode()}"
         return PeerLostError(what, where=f"{where}: {str(error).partition(chr(10))[0]}")
 
 
