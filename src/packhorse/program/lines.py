@@ -7,10 +7,11 @@ so that nothing on a line goes unread.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Final, TypeVar
 from urllib.parse import quote, unquote
 
 from packhorse.errors import FileFormatError
@@ -18,10 +19,14 @@ from packhorse.program.buffers import BufferId
 from packhorse.units import parse_bytes
 
 T = TypeVar("T")
+# Names without a character that quoting would change; nearly all are.
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_.~/@:+-]+")
 
 
 def escape_name(name: str) -> str:
     """Write a name as one word."""
+    if _PLAIN.fullmatch(name):
+        return name
     return quote(name, safe="/@:+") if name else "''"
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from packhorse.model.spec import BlockId, Model, Parameter, Part
 from packhorse.program.buffers import (
@@ -32,6 +32,7 @@ from packhorse.program.buffers import (
 )
 from packhorse.program.program import ProgramKind
 
+K = TypeVar("K", bound=str)
 FIRST_RANK: Final = 0
 Happening = Literal["made", "sent", "received"]
 
@@ -52,22 +53,27 @@ def derive_lives(part: Part, kind: ProgramKind, num_microbatches: int) -> Mappin
     """Derive the lives of all buffers that cross to or from a rank in a program."""
     if kind not in ("train_step", "evaluate"):
         return {}
+    trains = kind == "train_step"
+    losses = _from_to_all(part, part.owners[-1])
+    values = {**dict(_lives_of_values(part)), **({} if trains else {part.whole.loss: losses})}
+    gradients = dict(_lives_of_gradients(part)) if trains else {}
     lives: dict[BufferId, Life] = {}
     for microbatch in range(num_microbatches):
-        for name, life in _lives_of_values(part):
-            lives[value_id(name, microbatch)] = life
-        if kind == "evaluate":
-            lives[value_id(part.whole.loss, microbatch)] = _from_to_all(part, part.owners[-1])
-            continue
-        for name, life in _lives_of_gradients(part):
-            lives[value_grad_id(name, microbatch)] = life
-    if kind == "train_step":
-        lives |= _lives_of_sums(part, num_microbatches)
-        lives |= _lives_of_norms(part)
-        lives[LOSSES] = _from_to_all(part, part.owners[-1])
-    return {
-        name: life for name, life in lives.items() if any(event.peer is not None for event in life)
-    }
+        lives |= {value_id(name, microbatch): life for name, life in _crossing(values)}
+        lives |= {value_grad_id(name, microbatch): life for name, life in _crossing(gradients)}
+    if trains:
+        once = {**_lives_of_sums(part, num_microbatches), **_lives_of_norms(part), LOSSES: losses}
+        lives |= _crossing(once)
+    return lives
+
+
+def _crossing(lives: Mapping[K, Life]) -> list[tuple[K, Life]]:
+    # A buffer that is only made here does not cross.
+    return [
+        (name, life)
+        for name, life in lives.items()
+        if any(event.peer is not None for event in life)
+    ]
 
 
 def count_packed_segments(part: Part) -> Mapping[int, int]:

@@ -14,12 +14,11 @@ compiler: what it expects, it derives from model and layout.
     present   what is read or freed is there, what is created is not there yet
     fresh     nobody reads a stale copy; the newest copy of what is needed is never freed
     capacity  no pool ever holds more than its capacity, workspace counted
-    steady    a program ends in the state in which it began; two steps have the same ledgers
+    steady    a program ends in the state in which it began, so every further step is the first one
 
-(*) mostly with a model only. The replay is sequential: each task ends before the next one begins,
-for two steps (a load or a restore fills the tiers once). A program that passes can neither exceed
-its budget nor deadlock however far lanes run ahead: reservations are made in program order and no
-task waits for a later one.
+(*) mostly with a model only. The replay is sequential: each task ends before the next one begins. A
+program that passes can neither exceed its budget nor deadlock however far lanes run ahead:
+reservations are made in program order and no task waits for a later one.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from packhorse.verifier.outline import Outline, outline_program
 from packhorse.verifier.presence import check_present
 from packhorse.verifier.reads import check_reads
 from packhorse.verifier.replay import Replay
-from packhorse.verifier.steadiness import check_repeated, check_steady
+from packhorse.verifier.steadiness import check_steady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +108,7 @@ def verify_program(program: Program, model: Model | None = None) -> Proof:
     """Replay a program and check every rule.
 
     Returns:
-        The proof: the program's digest, and per task of the first step what each pool held.
+        The proof: the program's digest, and per task of a step what each pool held.
 
     Raises:
         RuleError: the first rule that the program breaks, and where.
@@ -126,9 +125,7 @@ def verify_program(program: Program, model: Model | None = None) -> Proof:
     for rule in RULES:
         if isinstance(rule, StartRule):
             rule.check(replay)
-    entries = _replay_first(replay)
-    if not program.fills:
-        _replay_again(replay, entries)
+    entries = _replay_tasks(replay)
     return Proof(digest=digest_program(program), entries=tuple(entries))
 
 
@@ -148,7 +145,7 @@ def _check_whole(program: Program, model: Model | None) -> None:
                 assert_never(rule)
 
 
-def _replay_first(replay: Replay) -> list[ProofEntry]:
+def _replay_tasks(replay: Replay) -> list[ProofEntry]:
     entries: list[ProofEntry] = []
     before = replay.used_bytes
     ledger = _name_pools(replay, before)
@@ -159,15 +156,10 @@ def _replay_first(replay: Replay) -> list[ProofEntry]:
             before = replay.used_bytes
             ledger = peak if before == peak_bytes else _name_pools(replay, before)
         entries.append(ProofEntry(task=task, used_bytes=ledger, peak_bytes=peak))
-    _check_step(replay)
+    for rule in RULES:
+        if isinstance(rule, StepRule):
+            rule.check(replay)
     return entries
-
-
-def _replay_again(replay: Replay, entries: list[ProofEntry]) -> None:
-    for index, entry in enumerate(entries):
-        _replay_task(replay, index)
-        check_repeated(replay, entry.used_bytes)
-    _check_step(replay)
 
 
 def _replay_task(replay: Replay, index: int) -> list[int]:
@@ -177,12 +169,6 @@ def _replay_task(replay: Replay, index: int) -> list[int]:
         check(replay)
     replay.end_task()
     return peak_bytes
-
-
-def _check_step(replay: Replay) -> None:
-    for rule in RULES:
-        if isinstance(rule, StepRule):
-            rule.check(replay)
 
 
 def _name_pools(replay: Replay, num_bytes: list[int]) -> dict[PoolId, int]:

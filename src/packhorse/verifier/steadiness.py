@@ -1,18 +1,17 @@
 """Rule `steady`: a program ends in the state in which it began, so that a step is repeatable.
 
-Every buffer with a home lies there in its newest version and nowhere else; every other buffer is
-gone; and the second step's ledgers equal the first one's. A `load` program begins empty, a
-`restore` program with the states of the disk; both end with every state at home, and are replayed
-once.
+Every buffer with a home lies there in its newest version and nowhere else, and every other buffer
+is gone. That is the state from which a step begins, and what a task may do depends on nothing but
+that state: so the second step is the first one again, task by task, with the same ledgers, and so
+is every further one. A `load` program begins empty, a `restore` program with the states of the
+disk; both end with every state at home.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from packhorse.errors import RuleError
-from packhorse.program.buffers import PoolId
 from packhorse.verifier.failures import make_error
 from packhorse.verifier.replay import Replay
 
@@ -40,17 +39,6 @@ def check_steady(replay: Replay) -> None:
             what = f"which is left in the {place.tier} tier at the end: {rest}, so it leaks"
             fix = f"free it in {place.tier} after its last use"
             raise _unsteady(replay, place_index, what, fix)
-
-
-def check_repeated(replay: Replay, first: Mapping[PoolId, int]) -> None:
-    """Check that a task of the second step left the pools as it did in the first one."""
-    for pool, used_bytes in zip(replay.pools, replay.used_bytes, strict=True):
-        if first[pool] != used_bytes:
-            what = (
-                f"leaves {used_bytes} bytes in pool {pool} in the second step,"
-                f" {first[pool]} in the first"
-            )
-            raise make_error(replay.program, RULE, replay.index, what)
 
 
 def _unsteady(replay: Replay, place_index: int, what: str, fix: str) -> RuleError:
