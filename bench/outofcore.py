@@ -9,7 +9,9 @@ bar is for the wall time of a step: at most 1.15 x the longer of what cannot be 
 
 both measured in this run, the disk before and after the steps. Without clipping an update may start
 as soon as its gradient is there, and reads and writes hide behind the backward; with clipping,
-which must see every gradient first, the same is shown without a bar.
+which must see every gradient first, the same is shown without a bar. So is a step of few tokens for
+the smaller model: all bytes then move while little is computed, and what they take of the memory's
+bandwidth, and of the cores of a virtual machine's host, shows.
 
 Beside it: plain PyTorch in memory; plain PyTorch with its optimizer state in mapped files, in as
 much memory as packhorse was granted where a memory cgroup can be made; DeepSpeed ZeRO-3 with its
@@ -22,7 +24,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Final
@@ -46,7 +48,8 @@ from packhorse.units import GIB, MIB, format_bytes, format_ns
 LIMIT: Final = 1.15
 SHAPES: Final = {"125M": (768, 12), "350M": (1024, 24)}
 QUICK_SHAPES: Final = {"19M": (256, 4)}
-LENGTH: Final = 128
+LENGTH: Final = 512
+SHORT_LENGTH: Final = 128
 ROWS: Final = 1
 NUM_STEPS: Final = 8
 NUM_QUICK_STEPS: Final = 4
@@ -112,9 +115,33 @@ def measure(bench: Bench) -> None:
                 num_steps=NUM_QUICK_STEPS if bench.quick else NUM_STEPS,
                 num_threads=bench.options.threads,
             )
-            num_rows = place.num_steps * ROWS
-            write_tokens(folder / "train.jsonl", num_rows=num_rows, length=place.length, seed=0)
+            _write_rows(place)
             _measure_model(bench, name, place)
+            if name == next(iter(shapes)) and place.length > SHORT_LENGTH:
+                _measure_short(bench, name, replace(place, length=SHORT_LENGTH))
+
+
+def _write_rows(place: Place) -> None:
+    num_rows = place.num_steps * ROWS
+    write_tokens(place.folder / "train.jsonl", num_rows=num_rows, length=place.length, seed=0)
+
+
+def _measure_short(bench: Bench, name: str, place: Place) -> None:
+    _write_rows(place)
+    runs: dict[str, Run] = {}
+    for title, optimizer in (("short in memory", "device"), ("short out of core", "disk")):
+        bench.say(f"{name}: {title}")
+        runs[title] = _train(place, title.replace(" ", "-"), optimizer, clips=False)
+    compute_ns, step_ns = (run.step_ns for run in runs.values())
+    bench.add(
+        f"{name}: a short step, {ROWS} x {place.length} tokens",
+        [
+            shown("step in memory", compute_ns, show=format_ns),
+            shown("step out of core, median wall", step_ns, show=format_ns),
+            shown("fastest and slowest", _show_range(runs["short out of core"])),
+            shown("step over the step in memory", step_ns / compute_ns, show=_show_ratio),
+        ],
+    )
 
 
 def disk_alone_ns(rates: Sequence[DiskRates], read_bytes: int, written_bytes: int) -> float:
