@@ -1,0 +1,300 @@
+"""One rank of a pipeline that is run by packhorse and by torch.distributed.pipelining, in turns.
+
+In: `python -m bench.pipeline_worker SPECIFICATION FOLDER` under torchrun. Out: FOLDER/RANK.json: for
+each way the wall and CPU time of every counted step, and for packhorse's how long its compute lane
+was busy and what the simulator says of a step with the durations that were measured. Both compute
+with the same module, cut in the same places, in the same processes, one step each in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.nn import functional
+
+from bench.planned import Subject, Ways, load_weights, trace_subject
+from bench.ranked import Ranked, lower_ranks, spread_blocks
+from packhorse.compiler.passes.exchange import find_channels
+from packhorse.optim.optimizers import AdamW
+from packhorse.program.program import Program
+from packhorse.program.tasks import Recv, Send, Task
+from packhorse.runtime.engine import Engine
+from packhorse.runtime.transport.processes import ProcessTransport
+from packhorse.schedule.costs import even_costs
+from packhorse.schedule.families import make_named
+from packhorse.timeline.spec import Timeline
+
+LEARNING_RATE: Final = 1e-4
+NUM_WARM_STEPS: Final = 2
+THEIRS: Final[Mapping[str, str]] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zb1p": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+}
+
+Step = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder and its batch."""
+
+    width: int
+    num_layers: int
+    vocabulary: int
+    rows: int
+    length: int
+    num_microbatches: int
+
+
+class Layer(nn.Module):
+    """Attention and an MLP, each behind a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = max(width // 64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give the next hidden state."""
+        rows, length, width = x.shape
+        q, k, v = (
+            part.view(rows, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).split(width, dim=-1)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    """An embedding, layers and a head; returns the mean loss."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.layers = nn.ModuleList(Layer(shape.width) for _ in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Give the loss of a micro-batch."""
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return mean_loss(self.head(self.norm(x)), labels)
+
+
+class Stage(nn.Module):
+    """Some of a decoder's blocks: 0 is the embedding, the last one norm and head."""
+
+    def __init__(self, decoder: Decoder, blocks: Sequence[int]) -> None:
+        super().__init__()
+        every: list[nn.Module] = [
+            decoder.embed,
+            *decoder.layers,
+            nn.Sequential(decoder.norm, decoder.head),
+        ]
+        self.blocks = nn.Sequential(*(every[block] for block in blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give what the next stage takes, or the logits."""
+        return self.blocks(x)
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy over all tokens."""
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def make_batch(shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of a whole step."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (shape.num_microbatches * shape.rows, shape.length)
+    tokens = torch.randint(0, shape.vocabulary, size, generator=generator)
+    return tokens, tokens.roll(-1, dims=-1)
+
+
+class Ours:
+    """A step under packhorse."""
+
+    def __init__(self, shape: Shape, family: str, store: dist.Store, scratch: Path) -> None:
+        torch.manual_seed(0)
+        tokens, labels = make_batch(shape, 0)
+        feed = {"input_ids": tokens[: shape.rows], "labels": labels[: shape.rows]}
+        self._shape = shape
+        subject = trace_subject(Decoder(shape), feed, AdamW(lr=LEARNING_RATE))
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        self.ranked = lower(subject, shape, family, num_ranks)
+        part = self.ranked.parts[rank]
+        self.engine = Engine(
+            traced=part,
+            programs={kind: found[rank] for kind, found in self.ranked.programs.items()},
+            proofs={kind: found[rank] for kind, found in self.ranked.proofs.items()},
+            optimizer=subject.optimizer,
+            max_grad_norm=None,
+            seed=1,
+            scratch=scratch,
+            num_threads=1,
+            heap="keep",
+            process_bytes=1 << 40,  # the others share this process, and its memory
+            transport=ProcessTransport(find_channels(part.model), store),
+        )
+        load_weights(self.engine, subject.weights)
+        self.timelines: list[Timeline] = []
+        self._number = 0
+
+    def step(self, turn: int) -> None:
+        """Train a step."""
+        tokens, labels = make_batch(self._shape, turn)
+        denominator = torch.tensor(float(self._shape.num_microbatches))
+        feeds = [
+            {"input_ids": ids, "labels": wanted, "denominator": denominator}
+            for ids, wanted in zip(
+                tokens.split(self._shape.rows), labels.split(self._shape.rows), strict=True
+            )
+        ]
+        self._number += 1
+        result = self.engine.train_step(feeds, step=self._number, learning_rate=LEARNING_RATE)
+        self.timelines.append(result.timeline)
+
+
+def lower(subject: Subject, shape: Shape, family: str, num_ranks: int) -> Ranked:
+    """Lower and verify all ranks' programs."""
+    schedule = make_named(family, num_ranks, shape.num_microbatches, even_costs(num_ranks))
+    return lower_ranks(
+        subject,
+        schedule,
+        spread_blocks(subject.traced.model, schedule.num_stages),
+        [Ways(chunk_bytes=1 << 24)],
+        num_microbatches=shape.num_microbatches,
+        clips=False,
+    )
+
+
+class Theirs:
+    """A step under torch.distributed.pipelining; it tells the global norm, as packhorse does."""
+
+    def __init__(self, shape: Shape, family: str) -> None:
+        torch.manual_seed(0)
+        self._shape = shape
+        decoder = Decoder(shape)
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        per_rank = 1 if family in ("gpipe", "1f1b") else 2
+        num_stages = per_rank * num_ranks
+        num_blocks = shape.num_layers + 2
+        bounds = [num_blocks * at // num_stages for at in range(num_stages + 1)]
+        if family == "zbv":
+            own = [rank, num_stages - 1 - rank]
+        else:
+            own = list(range(rank, num_stages, num_ranks))
+        modules = [Stage(decoder, range(bounds[at], bounds[at + 1])) for at in own]
+        stages = [
+            pipelining.PipelineStage(module, at, num_stages, torch.device("cpu"))
+            for module, at in zip(modules, own, strict=True)
+        ]
+        made: Any = getattr(pipelining, THEIRS[family])  # Any: one of several classes
+        self._schedule = made(
+            stages[0] if per_rank == 1 else stages, shape.num_microbatches, loss_fn=mean_loss
+        )
+        self._parameters = [p for module in modules for p in module.parameters()]
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, fused=True)
+        self._has_first, self._has_last = 0 in own, num_stages - 1 in own
+
+    def step(self, turn: int) -> None:
+        """Train a step."""
+        tokens, labels = make_batch(self._shape, turn)
+        inputs = (tokens,) if self._has_first else ()
+        if self._has_last:
+            self._schedule.step(*inputs, target=labels, losses=[])
+        else:
+            self._schedule.step(*inputs)
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in self._parameters if p.grad is not None]
+        )
+        squares = norm.square()
+        dist.all_reduce(squares)
+        self.norm = float(squares.sqrt())
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def time_steps(ways: Mapping[str, Step], num_steps: int) -> dict[str, list[dict[str, int]]]:
+    """Let each way do a step in turn; a barrier stands before and after each."""
+    taken: dict[str, list[dict[str, int]]] = {name: [] for name in ways}
+    for turn in range(NUM_WARM_STEPS + num_steps):
+        for name, step in ways.items():
+            dist.barrier()
+            cpu_ns, wall_ns = time.process_time_ns(), time.perf_counter_ns()
+            step(turn)
+            cpu_ns = time.process_time_ns() - cpu_ns
+            dist.barrier()
+            wall_ns = time.perf_counter_ns() - wall_ns
+            if turn >= NUM_WARM_STEPS:
+                taken[name].append({"cpu_ns": cpu_ns, "wall_ns": wall_ns})
+    return taken
+
+
+def tell_tasks(program: Program, timelines: Sequence[Timeline]) -> dict[str, list[int]]:
+    """The median duration of every task that computes, and the shortest of every message."""
+    found: dict[str, list[int]] = {"duration_ns": []}
+    by_index: dict[int, list[int]] = {}
+    for timeline in timelines:
+        for span in timeline.spans:
+            by_index.setdefault(span.index, []).append(span.end_ns - span.start_ns)
+    for index, task in enumerate(program.tasks):
+        times = sorted(by_index[index])
+        found["duration_ns"].append(times[0] if _waits(task) else times[len(times) // 2])
+    return found
+
+
+def _waits(task: Task) -> bool:
+    return isinstance(task, Send | Recv)
+
+
+def main(specification: str, folder: str) -> None:
+    """Run all ways in turns and write what they took."""
+    found = json.loads(Path(specification).read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    store, rank, num_ranks = next(dist.rendezvous("env://"))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    shape = Shape(**found["shape"])
+    scratch = Path(folder) / f"scratch-{rank}"
+    scratch.mkdir(exist_ok=True)
+    ours = {name: Ours(shape, name, store, scratch) for name in found["ours"]}
+    theirs = {name: Theirs(shape, name) for name in found["theirs"]}
+    ways: dict[str, Step] = {f"packhorse {name}": each.step for name, each in ours.items()}
+    ways |= {f"torch {name}": each.step for name, each in theirs.items()}
+    taken = time_steps(ways, found["num_steps"])
+    told = {
+        name: {
+            **tell_tasks(each.ranked.programs["train_step"][rank], each.timelines[NUM_WARM_STEPS:]),
+            "busy_ns": [t.busy_ns("compute") for t in each.timelines[NUM_WARM_STEPS:]],
+            "step_ns": [t.makespan_ns for t in each.timelines[NUM_WARM_STEPS:]],
+        }
+        for name, each in ours.items()
+    }
+    answer = {"taken": taken, "told": told}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
+    dist.barrier()
+    for each in ours.values():
+        each.engine.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
