@@ -1,9 +1,9 @@
 """One rank of a pipeline that is run by packhorse and by torch.distributed.pipelining, in turns.
 
-In: `python -m bench.pipeline_worker SPECIFICATION FOLDER` under torchrun. Out: FOLDER/RANK.json, for
-each way the wall and CPU time of every counted step, and for packhorse how long its compute lane
-was busy and what the simulator says of a step with the durations that were measured. Both compute
-with the same module, cut in the same places, in the same processes, one step each in turn.
+In: `python -m bench.pipeline_worker SPECIFICATION FOLDER` under torchrun. Out: FOLDER/RANK.json:
+for each way the wall and CPU time of every counted step, and for packhorse how long its compute
+lane was busy and every task took. Both compute with the same module, cut in the same places, in the
+same processes, one step each in turn.
 """
 
 from __future__ import annotations
