@@ -1,36 +1,34 @@
 """A schedule as whole numbers: what list scheduling and local search compute with.
 
 In: a placement with one rank for each stage, microbatches, costs. Out: a `Board`, which turns
-orders of tasks into orders of codes and back, and times them. A code is
-`(kind * stages + stage) * microbatches + microbatch`, with the kinds forward, whole backward, input
-gradient, weight gradient in this order. `Board.time` gives the makespan that `time_schedule` gives.
+orders of tasks into orders of codes (see `numbering`) and back, and times them. `Board.time` gives
+the makespan that `time_schedule` gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import pairwise
 
 from packhorse.schedule.costs import Cost, Costs
-from packhorse.schedule.spec import Backward, Forward, InputGrad, Schedule, Task, WeightGrad
-
-FORWARD: Final = 0
-BACKWARD: Final = 1
-INPUT_GRAD: Final = 2
-WEIGHT_GRAD: Final = 3
-_TYPES: Final[tuple[type[Task], ...]] = (Forward, Backward, InputGrad, WeightGrad)
+from packhorse.schedule.numbering import FORWARD, WEIGHT_GRAD, decode_task, encode_task
+from packhorse.schedule.spec import Schedule, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """What the tasks of a step take, and where they run; `ranks` has the rank of each stage."""
+    """What the tasks of a step take, and where they run; `ranks` has the rank of each stage.
+
+    `lags_ns` is how long what a task waits for is on its way, by kind and stage as `durations_ns`:
+    nothing from the same rank.
+    """
 
     ranks: tuple[int, ...]
     num_ranks: int
     num_microbatches: int
     stages: tuple[Cost, ...]
-    send_ns: int
+    lags_ns: tuple[int, ...]
 
     @property
     def num_stages(self) -> int:
@@ -53,14 +51,11 @@ class Board:
 
     def encode(self, task: Task) -> int:
         """Give the code of a task."""
-        kind = _TYPES.index(type(task))
-        return (kind * self.num_stages + task.stage) * self.num_microbatches + task.microbatch
+        return encode_task(task, self.num_stages, self.num_microbatches)
 
     def decode(self, code: int) -> Task:
         """Give the task of a code."""
-        row, microbatch = divmod(code, self.num_microbatches)
-        kind, stage = divmod(row, self.num_stages)
-        return _TYPES[kind](stage=stage, microbatch=microbatch)
+        return decode_task(code, self.num_stages, self.num_microbatches)
 
     def schedule_of(self, orders: Sequence[Sequence[int]]) -> Schedule:
         """Give the schedule of each rank's codes."""
@@ -78,7 +73,7 @@ class Board:
         """Give the end of each code's task in ns, -1 for codes that are not there."""
         stages, count = self.num_stages, self.num_microbatches
         rows = stages * count
-        durations_ns, ranks, send_ns = self.durations_ns, self.ranks, self.send_ns
+        durations_ns, lags_ns = self.durations_ns, self.lags_ns
         ends_ns = [-1] * (4 * rows)
         places, clocks_ns = [0] * self.num_ranks, [0] * self.num_ranks
         # The rank that waits for a stage's value, by forward and backward and microbatch.
@@ -99,9 +94,7 @@ class Board:
                         if arrival_ns < 0:
                             waiting[code - count] = rank
                             break
-                        if ranks[stage - 1] != rank:
-                            arrival_ns += send_ns
-                        clock_ns = max(clock_ns, arrival_ns)
+                        clock_ns = max(clock_ns, arrival_ns + lags_ns[row])
                     after = code + count if stage + 1 < stages else -1
                 elif kind == WEIGHT_GRAD:
                     if ends_ns[code - rows] < 0:
@@ -116,9 +109,7 @@ class Board:
                         if arrival_ns < 0:
                             waiting[whole] = rank
                             break
-                        if ranks[stage + 1] != rank:
-                            arrival_ns += send_ns
-                        clock_ns = max(clock_ns, arrival_ns)
+                        clock_ns = max(clock_ns, arrival_ns + lags_ns[row])
                     after = (stages + stage) * count + microbatch
                 clock_ns += durations_ns[row]
                 ends_ns[code] = clock_ns
@@ -133,10 +124,13 @@ class Board:
 
 def make_board(ranks: Sequence[int], num_ranks: int, num_microbatches: int, costs: Costs) -> Board:
     """Lay a board out for a placement."""
+    crossings = list(zip(costs.cross(len(ranks)), pairwise(ranks), strict=True))
+    forward_ns = [each.forward_ns if one != other else 0 for each, (one, other) in crossings]
+    gradient_ns = [each.gradient_ns if one != other else 0 for each, (one, other) in crossings]
     return Board(
         ranks=tuple(ranks),
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         stages=costs.cut(len(ranks)),
-        send_ns=costs.send_ns,
+        lags_ns=(0, *forward_ns, *gradient_ns, 0, *gradient_ns, 0, *([0] * len(ranks))),
     )

@@ -2,7 +2,8 @@
 
 In: times and bytes of one microbatch in each of several equal lengths of the model's depth. Out:
 the same for any number of stages: a stage costs what its share of the depth costs, to the
-nanosecond and byte, so that the stages of every cut sum to the same whole.
+nanosecond and byte, so that the stages of every cut sum to the same whole. Where a model was cut
+with care, the parts are its stages, and costs are for that number of stages.
 """
 
 from __future__ import annotations
@@ -35,17 +36,28 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """How long it takes what passes from a stage to the next, and the gradients that come back."""
+
+    forward_ns: int
+    gradient_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """The costs of a model on its ranks.
 
     `parts` are the costs of equal lengths of the depth, first to last, as many as are known.
     `send_ns` is what a tensor takes from one rank to another, beside computing; on one rank it
     takes nothing. `cap_bytes` is how much each rank may save at once; None means any amount.
+    `crossings`, where there are any, say in place of `send_ns` what each cut between the parts
+    takes: the parts are the stages then, each of its own length.
     """
 
     parts: tuple[Cost, ...]
     send_ns: int = 0
     cap_bytes: tuple[int, ...] | None = None
+    crossings: tuple[Crossing, ...] = ()
 
     def cut(self, num_stages: int) -> tuple[Cost, ...]:
         """Give the costs of each stage when the depth is cut into stages of equal length."""
@@ -59,6 +71,19 @@ class Costs:
             Cost(forward_ns=f, input_grad_ns=i, weight_grad_ns=w, saved_bytes=saved)
             for f, i, w, saved in zip(*columns, strict=True)
         )
+
+    def cross(self, num_stages: int) -> tuple[Crossing, ...]:
+        """Give what passes behind each stage but the last, where the next is on another rank.
+
+        Raises:
+            ValueError: the crossings are those of another number of stages.
+        """
+        if not self.crossings:
+            even = Crossing(forward_ns=self.send_ns, gradient_ns=self.send_ns)
+            return (even,) * (num_stages - 1)
+        if num_stages != len(self.crossings) + 1:
+            raise ValueError(f"crossings of {len(self.crossings) + 1} stages, not {num_stages}")
+        return self.crossings
 
     def share_bytes(self, num_ranks: int) -> int:
         """What one microbatch saves in one rank's share of the model, on average; at least 1."""

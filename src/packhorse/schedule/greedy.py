@@ -23,7 +23,8 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Literal
 
-from packhorse.schedule.board import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Board
+from packhorse.schedule.board import Board
+from packhorse.schedule.numbering import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ class _Listing:
                 arrival_ns = (
                     0
                     if stage == last
-                    else self._arrival(self.gradient_ends, stage + 1, microbatch, rank.rank)
+                    else self._arrival(self.gradient_ends[stage + 1], microbatch, gradient, stage)
                 )
                 if arrival_ns is not None:
                     found.append((gradient, stage, microbatch, arrival_ns))
@@ -124,19 +125,18 @@ class _Listing:
                 arrival_ns = (
                     0
                     if stage == 0
-                    else self._arrival(self.forward_ends, stage - 1, microbatch, rank.rank)
+                    else self._arrival(self.forward_ends[stage - 1], microbatch, FORWARD, stage)
                 )
                 if arrival_ns is not None:
                     found.append((FORWARD, stage, microbatch, arrival_ns))
         return found
 
     def _arrival(
-        self, ends: Sequence[Sequence[int]], stage: int, microbatch: int, rank: int
+        self, ends_ns: Sequence[int], microbatch: int, kind: int, stage: int
     ) -> int | None:
-        if microbatch >= len(ends[stage]):
+        if microbatch >= len(ends_ns):
             return None
-        end_ns = ends[stage][microbatch]
-        return end_ns if self.board.ranks[stage] == rank else end_ns + self.board.send_ns
+        return ends_ns[microbatch] + self.board.lags_ns[kind * self.board.num_stages + stage]
 
     def _has_room(self, rank: _Rank, stage: int) -> bool:
         oldest = min(rank.forwards.values())
@@ -172,7 +172,7 @@ class _Listing:
             rank.forwards[stage] += 1
             rank.saved_bytes += self.saved_bytes[stage]
             self.forward_ends[stage].append(end_ns)
-            self._tell(stage + 1, rank.rank, end_ns)
+            self._tell(FORWARD, stage + 1, rank.rank, end_ns)
         elif kind == WEIGHT_GRAD:
             microbatch = rank.weights[stage]
             rank.weights[stage] += 1
@@ -180,16 +180,18 @@ class _Listing:
             microbatch = rank.gradients[stage]
             rank.gradients[stage] += 1
             self.gradient_ends[stage].append(end_ns)
-            self._tell(stage - 1, rank.rank, end_ns)
+            self._tell(kind, stage - 1, rank.rank, end_ns)
         if kind in (BACKWARD, WEIGHT_GRAD):
             rank.saved_bytes -= self.saved_bytes[stage]
         rank.order.append(row * board.num_microbatches + microbatch)
         self._wake(end_ns, rank.rank)
 
-    def _tell(self, stage: int, rank: int, end_ns: int) -> None:
+    def _tell(self, kind: int, stage: int, rank: int, end_ns: int) -> None:
         # Whoever computes the neighbouring stage looks again when the value arrives.
-        if 0 <= stage < self.board.num_stages and self.board.ranks[stage] != rank:
-            self._wake(end_ns + self.board.send_ns, self.board.ranks[stage])
+        board = self.board
+        if 0 <= stage < board.num_stages and board.ranks[stage] != rank:
+            lag_ns = board.lags_ns[kind * board.num_stages + stage]
+            self._wake(end_ns + lag_ns, board.ranks[stage])
 
 
 def list_orders(board: Board, cap_bytes: Sequence[int], policy: Policy) -> list[list[int]]:

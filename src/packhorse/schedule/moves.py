@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final
 
-from packhorse.schedule.board import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Board
+from packhorse.schedule.board import Board
+from packhorse.schedule.numbering import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
 _REACH: Final = 12
 _PATIENCE: Final = 1500
@@ -39,8 +40,7 @@ def bound_makespan(board: Board) -> int:
     """Give a time that no order on this board can beat, in ns."""
     heads_ns, at_ns = dict[int, int](), 0
     for stage, rank in enumerate(board.ranks):
-        if stage and board.ranks[stage - 1] != rank:
-            at_ns += board.send_ns
+        at_ns += board.lags_ns[stage]
         heads_ns.setdefault(rank, at_ns)
         at_ns += board.stages[stage].forward_ns
     busy_ns = dict.fromkeys(range(board.num_ranks), 0)

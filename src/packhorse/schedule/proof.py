@@ -11,6 +11,9 @@ neighbours, and what it lacks. A schedule that passes runs to its end on any tra
                 are those of every other schedule
     deadlock    no ranks wait for each other in a circle, neither for values nor, where a send ends
                 only when its receive has begun, for messages
+
+Schedules have up to millions of tasks. So each rule is first looked at in whole numbers, and tasks
+are looked up, and words found, only for a schedule that breaks it.
 """
 
 from __future__ import annotations
@@ -19,8 +22,15 @@ from collections.abc import Mapping
 from typing import Final
 
 from packhorse.errors import RuleError
-from packhorse.schedule.messages import check_messages, project_messages
+from packhorse.schedule.messages import prove_messages, time_evenly
 from packhorse.schedule.needs import list_needs
+from packhorse.schedule.numbering import (
+    BACKWARD,
+    INPUT_GRAD,
+    WEIGHT_GRAD,
+    Numbered,
+    number_tasks,
+)
 from packhorse.schedule.spec import (
     Backward,
     Forward,
@@ -46,11 +56,16 @@ def check_schedule(schedule: Schedule) -> None:
         RuleError: names the first rule that it breaks, with the place.
     """
     _check_placement(schedule)
-    places = _check_coverage(schedule)
-    _check_order(schedule)
-    _check_runs(schedule, places)
-    _check_progress(schedule, places)
-    check_messages(project_messages(schedule))
+    _check_microbatches(schedule)
+    numbered = number_tasks(schedule)
+    _check_coverage(schedule, numbered)
+    _check_order(schedule, numbered)
+    _check_runs(schedule, numbered)
+    try:
+        timing = time_evenly(numbered)
+    except ValueError:
+        raise _find_circle(schedule) from None
+    prove_messages(schedule, numbered, timing)
 
 
 def format_place(schedule: Schedule, rank: int, at: int) -> str:
@@ -91,7 +106,10 @@ def _check_placement(schedule: Schedule) -> None:
                 fix="place each stage on ranks that have an order",
             )
     for rank, order in enumerate(schedule.orders):
+        own = {stage for stage, ranks in placement.items() if rank in ranks}
         for at, task in enumerate(order):
+            if task.stage in own:
+                continue
             homes = placement.get(task.stage)
             if homes is None:
                 raise RuleError(
@@ -101,18 +119,16 @@ def _check_placement(schedule: Schedule) -> None:
                     where=format_place(schedule, rank, at),
                     fix="place the stage, or take the task out",
                 )
-            if rank not in homes:
-                raise RuleError(
-                    f"rank {rank} computes {name_task(task)}, but stage {task.stage} is placed on"
-                    f" {_name_ranks(homes)}",
-                    rule="placement",
-                    where=format_place(schedule, rank, at),
-                    fix="move the task to its stage's rank, or change the placement",
-                )
+            raise RuleError(
+                f"rank {rank} computes {name_task(task)}, but stage {task.stage} is placed on"
+                f" {_name_ranks(homes)}",
+                rule="placement",
+                where=format_place(schedule, rank, at),
+                fix="move the task to its stage's rank, or change the placement",
+            )
 
 
-def _check_coverage(schedule: Schedule) -> Places:
-    places: dict[Task, tuple[int, int]] = {}
+def _check_microbatches(schedule: Schedule) -> None:
     for rank, order in enumerate(schedule.orders):
         for at, task in enumerate(order):
             if task.microbatch < 0:
@@ -122,21 +138,42 @@ def _check_coverage(schedule: Schedule) -> Places:
                     where=format_place(schedule, rank, at),
                     fix="number the microbatches from 0",
                 )
+
+
+def _check_coverage(schedule: Schedule, numbered: Numbered) -> None:
+    if len(numbered.rank_of) < schedule.num_tasks:
+        _refuse_repeated(schedule)
+    find, count = numbered.rank_of.get, numbered.num_microbatches
+    rows = numbered.num_stages * count
+    for forward in range(rows):
+        kinds = (forward, forward + rows, forward + 2 * rows, forward + 3 * rows)
+        homes = home, _, _, _ = tuple(map(find, kinds))
+        whole, in_halves = (home, home, None, None), (home, None, home, home)
+        if home is None or homes not in (whole, in_halves):
+            _check_passes(schedule, _locate(schedule), *divmod(forward, count))
+
+
+def _refuse_repeated(schedule: Schedule) -> None:
+    places: dict[Task, tuple[int, int]] = {}
+    for rank, order in enumerate(schedule.orders):
+        for at, task in enumerate(order):
             if task in places:
-                first_rank, first_at = places[task]
                 raise RuleError(
                     f"{name_task(task)} is computed twice",
                     rule="coverage",
-                    where=f"{format_place(schedule, first_rank, first_at)}\n"
+                    where=f"{format_place(schedule, *places[task])}\n"
                     f"{format_place(schedule, rank, at)}",
                     fix="take one of the two out",
                 )
             places[task] = rank, at
-    num_microbatches = schedule.num_microbatches
-    for stage in range(schedule.num_stages):
-        for microbatch in range(num_microbatches):
-            _check_passes(schedule, places, stage, microbatch)
-    return places
+
+
+def _locate(schedule: Schedule) -> Places:
+    return {
+        task: (rank, at)
+        for rank, order in enumerate(schedule.orders)
+        for at, task in enumerate(order)
+    }
 
 
 def _check_passes(schedule: Schedule, places: Places, stage: int, microbatch: int) -> None:
@@ -177,58 +214,64 @@ def _check_passes(schedule: Schedule, places: Places, stage: int, microbatch: in
             )
 
 
-def _check_order(schedule: Schedule) -> None:
-    for rank, order in enumerate(schedule.orders):
+def _check_order(schedule: Schedule, numbered: Numbered) -> None:
+    stages, count = numbered.num_stages, numbered.num_microbatches
+    for rank, order in enumerate(numbered.orders):
         # A whole backward is both halves at once.
-        last: dict[tuple[int, str], Task] = {}
-        for at, task in enumerate(order):
-            match task:
-                case Forward():
-                    halves: tuple[str, ...] = ()
-                case Backward():
-                    halves = ("input", "weight")
-                case InputGrad():
-                    halves = ("input",)
-                case WeightGrad():
-                    halves = ("weight",)
-            for half in halves:
-                before = last.get((task.stage, half))
-                if before is not None and before.microbatch > task.microbatch:
-                    raise RuleError(
-                        f"rank {rank} computes {name_task(task)} after {name_task(before)}: the"
-                        f" gradients of stage {task.stage} would be summed in another order",
-                        rule="order",
-                        where=format_place(schedule, rank, at),
-                        fix="let a stage's backwards go over its microbatches first in, first out",
-                    )
-                last[task.stage, half] = task
+        input_grads, weight_grads = [-1] * stages, [-1] * stages
+        for at, code in enumerate(order):
+            row, microbatch = divmod(code, count)
+            kind, stage = divmod(row, stages)
+            if kind in (BACKWARD, INPUT_GRAD):
+                if microbatch < input_grads[stage]:
+                    raise _word_order(schedule, rank, at, (Backward, InputGrad))
+                input_grads[stage] = microbatch
+            if kind in (BACKWARD, WEIGHT_GRAD):
+                if microbatch < weight_grads[stage]:
+                    raise _word_order(schedule, rank, at, (Backward, WeightGrad))
+                weight_grads[stage] = microbatch
 
 
-def _check_runs(schedule: Schedule, places: Places) -> None:
-    num_microbatches = schedule.num_microbatches
+def _word_order(schedule: Schedule, rank: int, at: int, kinds: tuple[type[Task], ...]) -> RuleError:
+    order = schedule.orders[rank]
+    task = order[at]
+    before = next(
+        each for each in reversed(order[:at]) if each.stage == task.stage and type(each) in kinds
+    )
+    return RuleError(
+        f"rank {rank} computes {name_task(task)} after {name_task(before)}: the"
+        f" gradients of stage {task.stage} would be summed in another order",
+        rule="order",
+        where=format_place(schedule, rank, at),
+        fix="let a stage's backwards go over its microbatches first in, first out",
+    )
+
+
+def _check_runs(schedule: Schedule, numbered: Numbered) -> None:
+    num_microbatches = numbered.num_microbatches
     for stage, homes in sorted(schedule.placement.items()):
         if len(homes) == 1:
             continue
-        ranks = [
-            places[Forward(stage=stage, microbatch=each)][0] for each in range(num_microbatches)
-        ]
+        first = stage * num_microbatches
+        ranks = [numbered.rank_of[first + each] for each in range(num_microbatches)]
         for microbatch in range(1, num_microbatches):
             rank = ranks[microbatch]
             if rank != ranks[microbatch - 1] and rank in ranks[:microbatch]:
+                task = Forward(stage=stage, microbatch=microbatch)
                 own = [each for each, home in enumerate(ranks) if home == rank]
                 raise RuleError(
                     f"rank {rank} has microbatches {own[0]} to {own[-1]} of stage {stage}, but"
                     f" {name_task(Forward(stage=stage, microbatch=microbatch - 1))} between them is"
                     f" on rank {ranks[microbatch - 1]}: gradients would be summed in another order",
                     rule="order",
-                    where=format_place(
-                        schedule, *places[Forward(stage=stage, microbatch=microbatch)]
-                    ),
+                    where=format_place(schedule, rank, schedule.orders[rank].index(task)),
                     fix="give each rank of a stage a contiguous run of its microbatches",
                 )
 
 
-def _check_progress(schedule: Schedule, places: Places) -> None:
+def _find_circle(schedule: Schedule) -> RuleError:
+    """Run all ranks until none moves any more, and word what they wait for."""
+    places = _locate(schedule)
     at = [0] * schedule.num_ranks
     done: set[Task] = set()
     waits: dict[Task, list[int]] = {}
@@ -249,8 +292,7 @@ def _check_progress(schedule: Schedule, places: Places) -> None:
             done.add(task)
             at[rank] += 1
             pending += waits.pop(task, ())
-    if stuck:
-        raise _word_circle(schedule, places, at, stuck)
+    return _word_circle(schedule, places, at, stuck)
 
 
 def _word_circle(

@@ -71,9 +71,44 @@ def make_searched(num_ranks: int, num_microbatches: int, costs: Costs) -> Schedu
     found.sort(key=lambda each: each.makespan_ns)
     best = found[0]
     for each in _pick_distinct(found):
-        improved = _improve(each, cap_bytes)
+        improved = _improve(each, cap_bytes, _MOVED_TASKS)
         if improved.makespan_ns < best.makespan_ns:
             best = improved
+    return best.board.schedule_of(best.orders)
+
+
+def improve_schedule(schedule: Schedule, costs: Costs, *, num_moved_tasks: int) -> Schedule:
+    """Search a schedule on the placement of another that keeps the caps; it is never longer.
+
+    Args:
+        num_moved_tasks: how long to search, in tasks timed.
+    """
+    num_ranks, num_microbatches = schedule.num_ranks, schedule.num_microbatches
+    cap_bytes = list_caps(num_ranks, num_microbatches, costs)
+    board = make_board(
+        [schedule.placement[stage][0] for stage in range(schedule.num_stages)],
+        num_ranks,
+        num_microbatches,
+        costs,
+    )
+    orders = [list(map(board.encode, order)) for order in schedule.orders]
+    makespan_ns = board.time(orders)
+    assert makespan_ns is not None
+    found = [_Candidate(makespan_ns=makespan_ns, board=board, orders=orders)]
+    tasks = 0
+    for room, policy in product(_ROOMS, _POLICIES):
+        listed = _list_on(board, cap_bytes, room, policy)
+        if listed is not None:
+            found.append(listed)
+            tasks += 3 * board.num_stages * num_microbatches
+        if tasks > min(_LISTED_TASKS, num_moved_tasks):
+            break
+    found.sort(key=lambda each: each.makespan_ns)
+    improved = [
+        _improve(each, cap_bytes, num_moved_tasks // _NUM_IMPROVED)
+        for each in _pick_distinct(found)
+    ]
+    best = min((found[0], *improved), key=lambda each: each.makespan_ns)
     return best.board.schedule_of(best.orders)
 
 
@@ -110,20 +145,29 @@ def _list_listed(
             return
         ranks = [placement[stage][0] for stage in range(len(placement))]
         board = make_board(ranks, num_ranks, num_microbatches, costs)
-        try:
-            limits = [
-                max(round(room * cap), _least_bytes(board, rank))
-                if room < 1 and cap >= _least_bytes(board, rank)
-                else cap
-                for rank, cap in enumerate(cap_bytes)
-            ]
-            orders = list_orders(board, limits, policy)
-        except ValueError:
-            continue
-        tasks += 3 * board.num_stages * num_microbatches
-        makespan_ns = board.time(orders)
-        assert makespan_ns is not None
-        yield _Candidate(makespan_ns=makespan_ns, board=board, orders=orders)
+        found = _list_on(board, cap_bytes, room, policy)
+        if found is not None:
+            tasks += 3 * board.num_stages * num_microbatches
+            yield found
+
+
+def _list_on(
+    board: Board, cap_bytes: Sequence[int], room: float, policy: Policy
+) -> _Candidate | None:
+    """List on one placement within a share of the room; None where one microbatch is too much."""
+    limits = [
+        max(round(room * cap), _least_bytes(board, rank))
+        if room < 1 and cap >= _least_bytes(board, rank)
+        else cap
+        for rank, cap in enumerate(cap_bytes)
+    ]
+    try:
+        orders = list_orders(board, limits, policy)
+    except ValueError:
+        return None
+    makespan_ns = board.time(orders)
+    assert makespan_ns is not None
+    return _Candidate(makespan_ns=makespan_ns, board=board, orders=orders)
 
 
 def _least_bytes(board: Board, rank: int) -> int:
@@ -142,13 +186,13 @@ def _pick_distinct(found: Sequence[_Candidate]) -> Iterator[_Candidate]:
             return
 
 
-def _improve(candidate: _Candidate, cap_bytes: Sequence[int]) -> _Candidate:
+def _improve(candidate: _Candidate, cap_bytes: Sequence[int], num_moved_tasks: int) -> _Candidate:
     board = candidate.board
     if candidate.makespan_ns <= bound_makespan(board):
         return candidate
     orders = split_backwards(board, candidate.orders)
     num_tasks = sum(map(len, orders))
-    num_trials = _MOVED_TASKS // num_tasks
+    num_trials = num_moved_tasks // num_tasks
     orders = improve_orders(board, orders, cap_bytes, num_trials=num_trials)
     if num_trials > num_tasks:
         orders = join_backwards(board, orders)

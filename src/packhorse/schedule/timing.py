@@ -2,7 +2,7 @@
 
 In: a schedule that passed its rules, and costs. Out: a `Timing`. Each rank takes its tasks in
 order; a task begins when the one before it has ended and what it needs has arrived. Transfers run
-beside computing and beside each other, and take `send_ns` from one rank to another.
+beside computing and beside each other, and take from one rank to another what the costs say.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
-from packhorse.schedule.costs import Cost, Costs
-from packhorse.schedule.needs import list_needs
-from packhorse.schedule.spec import Backward, Forward, InputGrad, Schedule, Task, WeightGrad
+from packhorse.schedule.costs import Cost, Costs, Crossing
+from packhorse.schedule.numbering import Numbered, number_tasks
+from packhorse.schedule.spec import (
+    LETTERS,
+    Backward,
+    Forward,
+    InputGrad,
+    Schedule,
+    Task,
+    WeightGrad,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,61 +101,73 @@ def time_schedule(schedule: Schedule, costs: Costs) -> Timing:
     Raises:
         ValueError: the schedule never ends; `check_schedule` says why.
     """
-    stages = costs.cut(schedule.num_stages)
-    rank_of = {task: rank for rank, order in enumerate(schedule.orders) for task in order}
-    ends_ns: dict[Task, int] = {}
-    starts: list[list[int]] = [[] for _ in schedule.orders]
-    waiting: dict[Task, list[int]] = {}
-    pending = list(range(schedule.num_ranks))
+    return time_numbered(number_tasks(schedule), costs)
+
+
+def time_numbered(numbered: Numbered, costs: Costs) -> Timing:
+    """Give each task of a numbered schedule its time, as `time_schedule` does."""
+    stages = costs.cut(numbered.num_stages)
+    count, rank_of, needs_of = numbered.num_microbatches, numbered.rank_of, numbered.needs_of
+    # By kind and stage: what a task takes, and what it waits for is on its way to another rank.
+    durations_ns = [
+        duration_of(kind(stage=stage, microbatch=0), cost)
+        for kind in LETTERS
+        for stage, cost in enumerate(stages)
+    ]
+    lags_ns = _list_lags(costs.cross(numbered.num_stages))
+    saved_bytes = [cost.saved_bytes for cost in stages]
+    freed_bytes = [-cost.saved_bytes for cost in stages]
+    grown_bytes = (*saved_bytes, *freed_bytes, *([0] * len(stages)), *freed_bytes)
+    ends_ns: dict[int, int] = {}
+    starts: list[list[int]] = [[] for _ in numbered.orders]
+    waiting: dict[int, list[int]] = {}
+    pending = list(range(len(numbered.orders)))
     while pending:
         rank = pending.pop()
-        order = schedule.orders[rank]
+        order = numbered.orders[rank]
         started = starts[rank]
         free_ns = ends_ns[order[len(started) - 1]] if started else 0
         while len(started) < len(order):
-            task = order[len(started)]
-            ready_ns = free_ns
-            missing: Task | None = None
-            for need in list_needs(task, schedule.num_stages, rank_of):
+            code = order[len(started)]
+            row = code // count
+            missing: int | None = None
+            for need in needs_of(code):
                 end_ns = ends_ns.get(need)
                 if end_ns is None:
                     missing = need
                     break
-                arrival_ns = end_ns if rank_of[need] == rank else end_ns + costs.send_ns
-                ready_ns = max(ready_ns, arrival_ns)
+                if rank_of[need] != rank:
+                    end_ns += lags_ns[row]
+                free_ns = max(free_ns, end_ns)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            started.append(ready_ns)
-            free_ns = ends_ns[task] = ready_ns + duration_of(task, stages[task.stage])
-            pending += waiting.pop(task, ())
-    if len(ends_ns) < schedule.num_tasks:
-        raise ValueError(f"{schedule.num_tasks - len(ends_ns)} tasks wait for ever")
+            started.append(free_ns)
+            free_ns += durations_ns[row]
+            ends_ns[code] = free_ns
+            if code in waiting:
+                pending += waiting.pop(code)
+    num_tasks = sum(map(len, numbered.orders))
+    if len(ends_ns) < num_tasks:
+        raise ValueError(f"{num_tasks - len(ends_ns)} tasks wait for ever")
     return Timing(
         ranks=tuple(
             RankTiming(
                 starts_ns=tuple(started),
-                ends_ns=tuple(ends_ns[task] for task in order),
-                peak_bytes=find_peak(order, stages),
+                ends_ns=tuple([ends_ns[code] for code in codes]),
+                peak_bytes=max(
+                    accumulate((grown_bytes[code // count] for code in codes), initial=0)
+                ),
             )
-            for order, started in zip(schedule.orders, starts, strict=True)
+            for codes, started in zip(numbered.orders, starts, strict=True)
         )
     )
 
 
-def find_peak(order: Sequence[Task], stages: Sequence[Cost]) -> int:
-    """Give the most bytes that a rank saves at once; its order alone decides, not the times."""
-    saved_bytes = peak_bytes = 0
-    for task in order:
-        match task:
-            case Forward():
-                saved_bytes += stages[task.stage].saved_bytes
-                peak_bytes = max(peak_bytes, saved_bytes)
-            case Backward() | WeightGrad():
-                saved_bytes -= stages[task.stage].saved_bytes
-            case InputGrad():
-                pass
-    return peak_bytes
+def _list_lags(crossings: Sequence[Crossing]) -> tuple[int, ...]:
+    forward_ns = (0, *(each.forward_ns for each in crossings))
+    gradient_ns = (*(each.gradient_ns for each in crossings), 0)
+    return (*forward_ns, *gradient_ns, *gradient_ns, *([0] * len(forward_ns)))
 
 
 def find_excess(
