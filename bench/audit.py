@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -23,8 +23,11 @@ import torch
 from bench.planned import KINDS, PLACES, Subject, Ways, load_weights, make_plan, trace_subject
 from bench.report import Bench, exactly, run_bench, shown
 from bench.zoo import ZOO, Step, batch_of, build_model, make_optimizer_words, make_steps
-from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.lower import Lowerer
+from packhorse.compiler.runs import Runs
 from packhorse.errors import AuditError, RuleError
+from packhorse.graph.halving import halve_backwards
+from packhorse.model.spec import Model
 from packhorse.program.program import Program, ProgramKind
 from packhorse.program.tasks import Task
 from packhorse.program.text import format_task
@@ -87,7 +90,12 @@ class Range:
     """A model, the proved programs of a plan, and a fresh engine for each mutant."""
 
     def __init__(
-        self, subject: Subject, steps: tuple[Step, ...], scratch: Path, ways: Ways
+        self,
+        subject: Subject,
+        steps: tuple[Step, ...],
+        scratch: Path,
+        ways: Ways,
+        runs: Runs,
     ) -> None:
         plan = make_plan(
             subject.traced.model,
@@ -100,8 +108,9 @@ class Range:
         self._subject = subject
         self._steps = steps
         self._scratch = scratch
+        lowerer = Lowerer(model, runs)
         self.programs: Mapping[ProgramKind, Program] = {
-            kind: lower_plan(plan, model, kind) for kind in KINDS
+            kind: lowerer.lower(plan, kind) for kind in KINDS
         }
         self._proofs = {kind: verify_program(p, model) for kind, p in self.programs.items()}
 
@@ -141,13 +150,21 @@ class Range:
                 engine.train_step(feeds, step=step, learning_rate=1e-3)
 
 
-def make_range(scratch: Path, ways: Ways = ON_DISK) -> Range:
-    """The range of this bench, or of another plan."""
+def make_range(
+    scratch: Path,
+    ways: Ways = ON_DISK,
+    order: Callable[[Model, int], Runs] | None = None,
+) -> Range:
+    """The range of this bench, or of another plan; `order` may run backwards in halves."""
     entry = ZOO[MODEL]
     steps = make_steps(entry, num_steps=1, num_microbatches=NUM_MICROBATCHES)
     optimizer = make_optimizer_words("adamw", entry, "all")
     subject = trace_subject(build_model(entry), batch_of(steps), optimizer)
-    return Range(subject, steps, scratch, ways)
+    if order is None:
+        return Range(subject, steps, scratch, ways, ())
+    subject = replace(subject, traced=halve_backwards(subject.traced))
+    runs = order(subject.traced.model, NUM_MICROBATCHES)
+    return Range(subject, steps, scratch, ways, runs)
 
 
 def measure(bench: Bench) -> None:

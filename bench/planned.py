@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from bench.reference import Curve, Feed, group_names
 from packhorse.compiler.chunks import pack_chunks
-from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.lower import Lowerer
+from packhorse.compiler.runs import Runs
 from packhorse.graph.export import Exported, export_module
 from packhorse.graph.trace import Traced, trace_blocks
 from packhorse.model.spec import Model
@@ -195,6 +196,7 @@ def open_engine(
     seed: int = 1,
     pace: Pace | None = None,
     audit: bool = True,
+    runs: Runs = (),
 ) -> Engine:
     """Write a plan down, start it, and load the subject's weights."""
     plan = make_plan(
@@ -213,6 +215,7 @@ def open_engine(
         seed=seed,
         pace=pace,
         audit=audit,
+        runs=runs,
     )
 
 
@@ -225,11 +228,14 @@ def start_plan(
     seed: int = 1,
     pace: Pace | None = None,
     audit: bool = True,
+    runs: Runs = (),
 ) -> Engine:
-    """Lower, verify and start a plan, and load the subject's weights."""
-    programs: dict[ProgramKind, Program] = {
-        kind: lower_plan(plan, subject.traced.model, kind) for kind in KINDS
-    }
+    """Lower, verify and start a plan, and load the subject's weights.
+
+    `runs` are those of a training step, in place of the plan's own order.
+    """
+    lowerer = Lowerer(subject.traced.model, runs)
+    programs: dict[ProgramKind, Program] = {kind: lowerer.lower(plan, kind) for kind in KINDS}
     engine = Engine(
         traced=subject.traced,
         programs=programs,
@@ -283,8 +289,9 @@ def train_by_plan(
     max_grad_norm: float | None,
     scratch: Path,
     seed: int = 1,
+    runs: Runs = (),
 ) -> Curve:
-    """Train under a plan and tell what happened."""
+    """Train under a plan and tell what happened; `runs` as in `start_plan`."""
     with open_engine(
         subject,
         ways,
@@ -292,6 +299,7 @@ def train_by_plan(
         max_grad_norm=max_grad_norm,
         scratch=scratch,
         seed=seed,
+        runs=runs,
     ) as engine:
         results = [
             engine.train_step(feeds, step=step, learning_rate=subject.optimizer.lr)

@@ -11,6 +11,7 @@ from subjects import find_subject
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from packhorse.graph.halving import halve_backwards
 from packhorse.graph.liveness import bytes_of, peak_bytes, storages_of
 
 
@@ -95,6 +96,28 @@ def test_backward_never_holds_more_than_declared(name: str) -> None:
             results, peak = run_measured(variant.graph, arguments)
             created = own_bytes(results, arguments)
             assert peak <= created + traced.model.bodies[body].backward_workspace_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mixtral", "weave"])
+def test_halves_never_hold_more_than_declared(name: str) -> None:
+    traced = halve_backwards(find_subject(name).traced)
+    for body, halves in traced.halves.items():
+        spec = traced.model.bodies[body].halves
+        assert spec is not None
+        if halves.input is None or halves.weight is None:
+            continue
+        arguments = make_arguments(halves.input.first.graph)
+        results, peak = run_measured(halves.input.first.graph, arguments)
+        count = len(halves.input.input_grads)
+        grads, stash = results[:count], results[count:]
+        assert own_bytes(stash, [*arguments, *grads]) <= spec.stash_bytes
+        created = own_bytes(grads, arguments)
+        assert peak <= created + spec.stash_bytes + halves.input_workspace_bytes
+        for variant in (halves.weight.first, halves.weight.later):
+            arguments = make_arguments(variant.graph)
+            results, peak = run_measured(variant.graph, arguments)
+            created = own_bytes(results, arguments)
+            assert peak <= created + halves.weight_workspace_bytes
 
 
 def trace(function, *arguments: Tensor) -> fx.Graph:

@@ -36,6 +36,19 @@ def test_a_file_is_read_back_in_json_and_yaml(tmp_path):
     assert read_model(tmp_path / "model.yaml") == model
 
 
+def test_halves_are_read_back_and_their_keys_are_known():
+    model = make_model(halved=True)
+    assert parse_model(format_model(model)) == model
+    content = json.loads(format_model(model))
+    assert parse_model(json.dumps(content)).bodies == model.bodies
+    for path in (("halves", "wait"), ("halves", "weight", "wait")):
+        changed = json.loads(format_model(model))
+        change(changed["bodies"][1], path, 1)
+        with pytest.raises(FileFormatError, match="unknown key 'wait'"):
+            parse_model(json.dumps(changed))
+    assert "halves" not in format_model(make_model())
+
+
 def change(content, path, value):
     *parents, last = path
     for part in parents:

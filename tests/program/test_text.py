@@ -22,9 +22,11 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    InputGrad,
     Recompute,
     SegmentNorm,
     Update,
+    WeightGrad,
 )
 from packhorse.program.text import format_program, format_task, parse_program
 
@@ -41,6 +43,8 @@ TASKS = st.one_of(
     st.builds(Forward, **BLOCKS),
     st.builds(Recompute, **BLOCKS),
     st.builds(Backward, **BLOCKS),
+    st.builds(InputGrad, **BLOCKS),
+    st.builds(WeightGrad, **BLOCKS),
     st.builds(SegmentNorm, chunk=COUNTS, **ACCESSES, workspace_bytes=COUNTS),
     st.builds(GradNorm, **ACCESSES),
     st.builds(Update, chunk=COUNTS, where=TIERS, **ACCESSES, workspace_bytes=COUNTS),

@@ -17,9 +17,11 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    InputGrad,
     Recompute,
     SegmentNorm,
     Update,
+    WeightGrad,
 )
 from packhorse.simulator.costs import FREE_NS, TASK_NS, TaskCosts
 from tests.support.models import make_model
@@ -136,6 +138,25 @@ def test_only_later_microbatches_pay_for_adding_their_gradients():
     later = run_block(Backward, reads=("grad/0",), writes=("grad/0",))
     assert costs().duration_ns(first) == TASK_NS + 2000
     assert costs().duration_ns(later) == TASK_NS + 2000 + -(-3 * LAYER_ELEMENTS * 4 // 10)
+
+
+def test_halves_share_the_time_of_the_whole_backward():
+    model = make_model(num_layers=2, hidden=32, halved=True)
+    bodies = dict.fromkeys(model.bodies, PROFILE.bodies["head.2"])
+    found = costs(model=model, profile=replace(PROFILE, bodies=bodies))
+    for block in (1, 2, 3):
+        first, second = (
+            found.duration_ns(run_block(kind, block=block)) - TASK_NS
+            for kind in (InputGrad, WeightGrad)
+        )
+        assert first + second == 2000
+        assert 500 < first < 1500
+    # Nothing flows below the first block: its second half is its backward.
+    assert found.duration_ns(run_block(WeightGrad, block=0)) == TASK_NS + 2000
+    later = run_block(WeightGrad, reads=("grad/0",), writes=("grad/0",))
+    adding_ns = -(-3 * LAYER_ELEMENTS * 4 // 10)
+    first = found.duration_ns(run_block(InputGrad))
+    assert first + found.duration_ns(later) == 2 * TASK_NS + 2000 + adding_ns
 
 
 @pytest.mark.parametrize(

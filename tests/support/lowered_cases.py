@@ -10,7 +10,7 @@ FROZEN = ((), ("embed",), ("embed", "layers.1"), ("layers",), ("head", "layers.2
 
 
 @st.composite
-def models(draw):
+def models(draw, *, halved=False):
     """Draw a small model: tied, skipping, frozen, sometimes with parameters that are cut."""
     num_layers = draw(st.integers(1, 4))
     layers = st.integers(1, num_layers)
@@ -28,6 +28,7 @@ def models(draw):
         skips=draw(st.lists(st.tuples(st.integers(0, num_layers), st.integers(1, num_layers + 1)))),
         frozen=frozen,
         saves=draw(st.booleans()),
+        halved=halved,
     )
 
 

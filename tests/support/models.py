@@ -9,6 +9,7 @@ backward, even ones do not.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from packhorse.compiler.chunks import pack_chunks
@@ -18,6 +19,8 @@ from packhorse.model.spec import (
     BlockId,
     Body,
     BodyId,
+    Half,
+    Halves,
     Model,
     Parameter,
     ParameterName,
@@ -56,6 +59,7 @@ def make_model(
     skips: Sequence[tuple[int, int]] = (),
     frozen: Sequence[str] = (),
     saves: bool = True,
+    halved: bool = False,
 ) -> Model:
     """Build a model of `num_layers` + 2 blocks.
 
@@ -71,6 +75,7 @@ def make_model(
         skips: (producer block, consumer block) pairs: the consumer also takes that value.
         frozen: prefixes of names of parameters that are not trained.
         saves: False makes every body save nothing.
+        halved: every backward can run in halves; those of odd layers stash nothing.
     """
     last = num_layers + 1
     item = ITEM_BYTES[dtype]
@@ -122,6 +127,12 @@ def make_model(
             flops=2 * rows * length * sum(prod(shapes[name]) for name in parameters[block]),
             saves=saves,
         )
+        if halved and has_backward[block]:
+            flows = any(has_backward[int(v[1:])] for v in inputs[block] if v.startswith("h"))
+            trains = any(trained[name] for name in parameters[block])
+            cut = _halves(body, block, last, flows=flows, trains=trains)
+            name = BodyId(f"{body.id}.{'I' * flows}{'W' * trains}")
+            body = replace(body, id=name, halves=cut)
         bodies[body.id] = body
         blocks.append(
             Block(
@@ -235,6 +246,41 @@ def _body(
         backward_inputs=backward_inputs,
         backward_outputs=backward_outputs,
         num_random=0,
+    )
+
+
+def _halves(body: Body, block: int, last: int, *, flows: bool, trains: bool) -> Halves:
+    """Weight halves of odd layers read the block's input and a gradient again, others stash."""
+    tangents = () if block == last else (0,)
+    first = Half(
+        compute_flops=body.forward_flops,
+        moved_bytes=body.forward_bytes,
+        workspace_bytes=body.backward_workspace_bytes // 2,
+        parameters=body.backward_parameters,
+        inputs=body.backward_inputs,
+        outputs=body.backward_outputs,
+        tangents=tangents,
+    )
+    second = Half(
+        compute_flops=body.backward_flops - body.forward_flops,
+        moved_bytes=body.backward_bytes - body.forward_bytes,
+        workspace_bytes=body.backward_workspace_bytes // 4,
+        parameters=body.backward_parameters[1:],
+        inputs=body.backward_inputs,
+        outputs=(),
+        tangents=tangents,
+    )
+    whole = replace(
+        first,
+        compute_flops=body.backward_flops,
+        moved_bytes=body.backward_bytes,
+        workspace_bytes=body.backward_workspace_bytes,
+    )
+    stashes = flows and trains and not (block % 2 and block != last)
+    return Halves(
+        stash_bytes=body.saved_bytes // 2 if stashes else 0,
+        input=(first if trains else whole) if flows else None,
+        weight=(second if flows else whole) if trains else None,
     )
 
 

@@ -10,6 +10,7 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    InputGrad,
     OwnLane,
     PackLosses,
     PackNorms,
@@ -20,6 +21,7 @@ from packhorse.program.tasks import (
     SumTied,
     Task,
     Update,
+    WeightGrad,
     lane_of,
 )
 from packhorse.timeline.names import (
@@ -38,6 +40,8 @@ NAMES = {
     Forward(**COMPUTE): ("forward 3@1", "forward"),
     Recompute(**COMPUTE): ("recompute 3@1", "recompute"),
     Backward(**COMPUTE): ("backward 3@1", "backward"),
+    InputGrad(**COMPUTE): ("input_grad 3@1", "input_grad"),
+    WeightGrad(**COMPUTE): ("weight_grad 3@1", "weight_grad"),
     SegmentNorm(chunk=2, reads=(), writes=(), workspace_bytes=0): ("norm 2", "norm"),
     GradNorm(reads=(), writes=()): ("norm", "norm"),
     SumTied(parameter="w", reads=(), writes=()): ("sum w", "backward"),

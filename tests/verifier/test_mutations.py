@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import pytest
 from edits import with_tasks
+from halved_orders import two_later
 from models import make_model, make_plan
 
-from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.lower import Lowerer
 from packhorse.errors import AuditError, RuleError
 from packhorse.program.audit import check_against_proof
 from packhorse.program.tasks import Free, Task, reads_of, writes_of
@@ -25,6 +26,7 @@ MODELS = {
     ),
     "frozen": make_model(frozen=("embed",)),
     "saves nothing": make_model(saves=False),
+    "halved": make_model(num_layers=3, tied_head=True, skips=((0, 3),), halved=True),
 }
 PLANS = {
     "resident": {"num_microbatches": 2, "clips": False},
@@ -55,6 +57,8 @@ CASES = [
     ("ties and skips", "summed once", "train_step"),
     ("plain", "disk", "evaluate"),
     ("plain", "layered", "evaluate"),
+    ("halved", "resident", "train_step"),
+    ("halved", "summed once", "train_step"),
     ("frozen", "disk", "load"),
     ("frozen", "disk", "save"),
 ]
@@ -64,7 +68,9 @@ CASES = [
 def make_case(request: pytest.FixtureRequest):
     name, plan, kind = request.param
     model = MODELS[name]
-    return model, lower_plan(make_plan(model, **PLANS[plan]), model, kind)
+    made = make_plan(model, **PLANS[plan])
+    halves = two_later(model, made.numerics.num_microbatches) if name == "halved" else ()
+    return model, Lowerer(model, halves).lower(made, kind)
 
 
 def test_a_deleted_task_is_missed(case) -> None:

@@ -37,6 +37,7 @@ from packhorse.program.buffers import (
     norm_id,
     packed_norms_id,
     saved_id,
+    stash_id,
     state_id,
     tied_grad_id,
     tied_sum_id,
@@ -239,6 +240,9 @@ def _activations(plan: Plan, model: Model, microbatch: int) -> Iterable[Buffer]:
             away = plan.offload.value
             saved = replace(saved, pools={**saved.pools, away: PoolId(away)})
         yield saved
+        halves = model.bodies[block.body].halves
+        if halves is not None and halves.stash_bytes:
+            yield _transient(plan, stash_id(block.id, microbatch), halves.stash_bytes)
     for parameter in _tied_parameters(model):
         size_bytes = parameter.num_elements * ITEM_BYTES[parameter.dtype]
         yield _transient(plan, tied_grad_id(parameter.name, microbatch), size_bytes)

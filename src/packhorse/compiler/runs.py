@@ -2,15 +2,16 @@
 
 In: a model, or a schedule with the blocks of its stages. Out: `Run`s in one total order of all
 ranks, blocks by their numbers in the whole model. What a rank's tasks are, and what ranks send each
-other, follows from such a list and the model alone.
+other, follows from such a list and the model alone. A backward runs whole or in its two halves.
 
     depth first    for each micro-batch: every block forward; every block backward, last first
     layered        for each block: all micro-batches forward, and in the last block each backward
                    at once; then for each block, last first: all micro-batches backward
     pipelined      the tasks of a schedule in the order in which they begin: all blocks of a stage
-                   forward, or backward, last first
+                   forward, or backward or half of it, last first
 
-A block's backward goes over the micro-batches in order in each of them, so all have the same sums.
+A block's backward, and so its second half, goes over the micro-batches in order in each of them, so
+all have the same sums.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from packhorse.errors import RefusedError
 from packhorse.model.spec import Block, BlockId, Model
 from packhorse.plan.spec import Order
 from packhorse.schedule.messages import order_tasks
 from packhorse.schedule.spec import Backward, Forward, InputGrad, Schedule, WeightGrad
 
+Direction = Literal["forward", "backward", "input_grad", "weight_grad"]
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A block that runs for a micro-batch, forward or backward."""
+    """A block that runs for a micro-batch, forward, backward, or half of its backward."""
 
-    direction: Literal["forward", "backward"]
+    direction: Direction
     block: BlockId
     microbatch: int
 
@@ -86,9 +88,6 @@ def run_pipelined(
     Args:
         schedule: which rank runs which stage when.
         stages: the blocks of each stage, in order.
-
-    Raises:
-        RefusedError: the schedule takes a backward apart.
     """
     runs: list[Run] = []
     for _, task in order_tasks(schedule):
@@ -98,12 +97,10 @@ def run_pipelined(
                 runs += _forwards(model, [task.microbatch], blocks)
             case Backward():
                 runs += _backwards(blocks[::-1], [task.microbatch])
-            case InputGrad() | WeightGrad():
-                raise RefusedError(
-                    "the schedule takes a backward apart, which the compiler cannot yet do",
-                    where=f"stage {task.stage}, micro-batch {task.microbatch}",
-                    fix="take one with whole backwards, such as 1f1b or interleaved",
-                )
+            case InputGrad():
+                runs += _backwards(blocks[::-1], [task.microbatch], "input_grad")
+            case WeightGrad():
+                runs += _backwards(blocks[::-1], [task.microbatch], "weight_grad")
             case _:
                 assert_never(task)
     return tuple(runs)
@@ -117,10 +114,12 @@ def _forwards(
     return [Run("forward", block.id, each) for block in found for each in everything]
 
 
-def _backwards(blocks: Sequence[Block], microbatches: Iterable[int]) -> list[Run]:
+def _backwards(
+    blocks: Sequence[Block], microbatches: Iterable[int], direction: Direction = "backward"
+) -> list[Run]:
     everything = list(microbatches)
     return [
-        Run("backward", block.id, each)
+        Run(direction, block.id, each)
         for block in blocks
         if block.has_backward
         for each in everything

@@ -5,6 +5,7 @@ In: nothing; these are the values that `joint` and `partition` make and the runt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -44,6 +45,20 @@ class GradientFlow:
     loss: int | None
 
 
+GradsOf = Sequence[tuple[str, int]]
+"""For each gradient that a graph gives: ("parameter" | "input", index)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BareBackward:
+    """A backward that returns every gradient; `flow` and `arguments` are those of its block."""
+
+    graph: fx.GraphModule
+    grads_of: GradsOf
+    arguments: BodyArguments
+    flow: GradientFlow
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardVariant:
     """One form of a backward.
@@ -68,9 +83,14 @@ class BackwardCode:
     micro-batch 0: it writes gradients into their chunks, and where later blocks have begun a tied
     parameter's gradient there, adds to it. `later` runs in the others: it adds to the chunks, and
     hands on the running sum of a tied parameter until its first user adds that. `apart_first` and
-    `apart_later` are the same for a block that sums its own gradients of tied parameters.
+    `apart_later` are the same for a block that sums its own gradients of tied parameters. All are
+    made from `bare`.
+
+    A half of a backward is one too. An input half has no sinks, so its variants are the same; it
+    returns the stash behind the gradients. The arguments of a weight half begin with the stash.
     """
 
+    bare: BareBackward
     first: BackwardVariant
     later: BackwardVariant
     apart_first: BackwardVariant
@@ -102,6 +122,25 @@ class BodyCosts:
     backward_workspace_bytes: int
     forward_large_bytes: int
     backward_large_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalvesCode:
+    """A backward cut in two, as `model.spec.Halves` means it.
+
+    `kept_bytes` is the stash and whatever else of the block has to stay until the weight half: the
+    values and gradients that it reads by name. `input_large_bytes` and `weight_large_bytes` are
+    meant as in `BodyCosts`.
+    """
+
+    input: BackwardCode | None
+    weight: BackwardCode | None
+    stash_bytes: int
+    kept_bytes: int
+    input_workspace_bytes: int
+    weight_workspace_bytes: int
+    input_large_bytes: int
+    weight_large_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,22 +20,24 @@ _CPU_ATTENTION = {
 
 def count_flops(graph: fx.Graph) -> int:
     """Sum the FLOPs of a graph whose nodes carry fake tensors."""
-    total = 0
-    for node in graph.nodes:
-        if node.op != "call_function" or not is_operation(node.target):
-            continue
-        matmuls = _CPU_ATTENTION.get(node.target)
-        if matmuls is not None:
-            first = 1 if matmuls == 5 else 0
-            query, key = (tensor_of(node_of(node.args[first + i])) for i in range(2))
-            total += matmuls * 2 * prod(query.shape) * key.shape[-2]
-            continue
-        count = flop_registry.get(node.target.overloadpacket)
-        if count is not None:
-            args = fx.map_arg(node.args, _value)
-            kwargs = fx.map_arg(node.kwargs, _value)
-            total += int(count(*args, **kwargs, out_val=node.meta["val"]))
-    return total
+    return sum(count_node_flops(node) for node in graph.nodes)
+
+
+def count_node_flops(node: fx.Node) -> int:
+    """The FLOPs of one operation; 0 for what is not like a matmul."""
+    if node.op != "call_function" or not is_operation(node.target):
+        return 0
+    matmuls = _CPU_ATTENTION.get(node.target)
+    if matmuls is not None:
+        first = 1 if matmuls == 5 else 0
+        query, key = (tensor_of(node_of(node.args[first + i])) for i in range(2))
+        return matmuls * 2 * prod(query.shape) * key.shape[-2]
+    count = flop_registry.get(node.target.overloadpacket)
+    if count is None:
+        return 0
+    args = fx.map_arg(node.args, _value)
+    kwargs = fx.map_arg(node.kwargs, _value)
+    return int(count(*args, **kwargs, out_val=node.meta["val"]))
 
 
 def _value(node: fx.Node) -> Argument:

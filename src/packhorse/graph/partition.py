@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from packhorse.graph.code import (
     BackwardCode,
     BackwardVariant,
+    BareBackward,
     BodyArguments,
     BodyCode,
     BodyCosts,
@@ -32,7 +33,7 @@ from packhorse.graph.liveness import (
     storages_of,
 )
 from packhorse.graph.nodes import writes_in_place
-from packhorse.graph.sinks import store_apart, store_first, store_later
+from packhorse.graph.sinks import store_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,27 +218,23 @@ def _build_backward(
     reread = [node for node in plain if node in reads]
     out_read = [node for node in outputs if node in reads]
     holders = [*saved, *reread, *out_read, *arriving]
-    bare = extract_graph(nodes, holders, grads, inside)
+    bare = BareBackward(
+        graph=extract_graph(nodes, holders, grads, inside),
+        grads_of=parts.grads_of,
+        arguments=arguments,
+        flow=flow,
+    )
     place = {node: index for index, node in enumerate(plain)}
     num_parameters, num_constants = len(arguments.parameters), len(arguments.constants)
     first_input = num_parameters + num_constants
     positions = [place[node] for node in reread]
-    first = store_first(bare, parts.grads_of, arguments, flow)
-    later = store_later(bare, parts.grads_of, arguments, flow)
-    apart_first, apart_later = first, later
-    if later.parameter_grads or later.parameter_roots:
-        apart_first = store_apart(bare, parts.grads_of, arguments, flow, adds=False)
-        apart_later = store_apart(bare, parts.grads_of, arguments, flow, adds=True)
-    # What the variants apart hold is no more, but for a gradient that `later` hands on.
-    peaks = [
-        peak_bytes(variant.graph.graph) - _created_bytes(variant, parts, arguments, flow)
-        for variant in (first, later)
-    ]
+    variants = store_gradients(bare)
     code = BackwardCode(
-        first=first,
-        later=later,
-        apart_first=apart_first,
-        apart_later=apart_later,
+        bare=bare,
+        first=variants.first,
+        later=variants.later,
+        apart_first=variants.apart_first,
+        apart_later=variants.apart_later,
         parameters=tuple(p for p in positions if p < num_parameters),
         constants=tuple(p - num_parameters for p in positions if num_parameters <= p < first_input),
         inputs=tuple(p - first_input for p in positions if p >= first_input),
@@ -246,22 +243,32 @@ def _build_backward(
         input_roots=tuple(index for index, given in enumerate(flow.input_roots) if given),
         input_grads=tuple(index for kind, index in parts.grads_of if kind == "input"),
     )
-    return code, bare.graph, max(0, *peaks)
+    return code, bare.graph.graph, workspace_of_variants(code)
 
 
-def _created_bytes(
-    variant: BackwardVariant, parts: JointParts, arguments: BodyArguments, flow: GradientFlow
-) -> int:
-    """Bytes of the results that are new buffers; a result with a root takes its root's place."""
+def workspace_of_variants(code: BackwardCode) -> int:
+    """What a backward, or a half of one, holds beyond its arguments and the buffers it creates."""
+    # What the variants apart hold is no more, but for a gradient that `later` hands on.
+    return max(
+        0,
+        *(
+            peak_bytes(variant.graph.graph) - created_bytes(variant, code.bare)
+            for variant in (code.first, code.later)
+        ),
+    )
+
+
+def created_bytes(variant: BackwardVariant, bare: BareBackward) -> int:
+    """Bytes of the gradients that are new buffers; one with a root takes its root's place."""
     created = sum(
-        _size_of(arguments.inputs[index])
-        for kind, index in parts.grads_of
-        if kind == "input" and not flow.input_roots[index]
+        _size_of(bare.arguments.inputs[index])
+        for kind, index in bare.grads_of
+        if kind == "input" and not bare.flow.input_roots[index]
     )
     return created + sum(
-        _size_of(arguments.parameters[index])
+        _size_of(bare.arguments.parameters[index])
         for index in variant.parameter_grads
-        if not flow.parameter_roots[index]
+        if not bare.flow.parameter_roots[index]
     )
 
 

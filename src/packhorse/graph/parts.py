@@ -29,6 +29,7 @@ def _take_part(traced: Traced, part: Model) -> Traced:
         traced,
         model=part,
         code={body: traced.code[body] for body in part.bodies},
+        halves={body: traced.halves[body] for body in part.bodies if body in traced.halves},
         constants={block.id: traced.constants[numbers[block.id]] for block in part.blocks},
         noise_ordinals={
             block.id: traced.noise_ordinals[numbers[block.id]] for block in part.blocks

@@ -21,16 +21,46 @@ only those are made and added, and the others keep their bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, fx
 
-from packhorse.graph.code import BackwardVariant, BodyArguments, GradientFlow
+from packhorse.graph.code import (
+    BackwardVariant,
+    BareBackward,
+    BodyArguments,
+    GradientFlow,
+    GradsOf,
+)
 from packhorse.graph.nodes import node_of, tensor_of
 
 _aten = torch.ops.aten
-GradsOf = Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variants:
+    """All variants of a backward; see `BackwardCode`."""
+
+    first: BackwardVariant
+    later: BackwardVariant
+    apart_first: BackwardVariant
+    apart_later: BackwardVariant
+
+
+def store_gradients(bare: BareBackward) -> Variants:
+    """Make all variants; those that sum apart are the others where no tied parameter is summed."""
+    parts = bare.graph, bare.grads_of, bare.arguments, bare.flow
+    first, later = store_first(*parts), store_later(*parts)
+    if not later.parameter_grads and not later.parameter_roots:
+        return Variants(first=first, later=later, apart_first=first, apart_later=later)
+    return Variants(
+        first=first,
+        later=later,
+        apart_first=store_apart(*parts, adds=False),
+        apart_later=store_apart(*parts, adds=True),
+    )
 
 
 def store_first(

@@ -7,7 +7,7 @@ Out: a `Traced`. Equal blocks share one body: they are traced once.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Final
 
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packhorse.errors import ModelError
-from packhorse.graph.code import BodyArguments, BodyCode, GradientFlow
+from packhorse.graph.code import BodyArguments, BodyCode, GradientFlow, HalvesCode
 from packhorse.graph.export import Exported, default_device
 from packhorse.graph.fingerprint import fingerprint_model
 from packhorse.graph.interpret import BlockInterpreter, find_loss_heads
@@ -44,6 +44,7 @@ class Traced:
 
     `constants` are the real tensors each block takes, `noise_ordinals` the numbers of its random
     nodes in the unsplit graph. `loss_can_be_chunked` says whether the chunked loss applies.
+    `halves` are empty until `halving` makes them.
     """
 
     model: Model
@@ -52,6 +53,7 @@ class Traced:
     noise_ordinals: Mapping[BlockId, tuple[int, ...]]
     loss_can_be_chunked: bool
     vocabulary: int | None
+    halves: Mapping[BodyId, HalvesCode] = field(default_factory=dict[BodyId, HalvesCode])
 
 
 def trace_blocks(

@@ -18,7 +18,17 @@ from typing import Any, Final, TypeVar, cast
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from packhorse.errors import FileFormatError
-from packhorse.model.spec import ITEM_BYTES, Block, Body, Model, Parameter, Value, ValueId
+from packhorse.model.spec import (
+    ITEM_BYTES,
+    Block,
+    Body,
+    Half,
+    Halves,
+    Model,
+    Parameter,
+    Value,
+    ValueId,
+)
 from packhorse.notation import NotationError, parse_notation
 
 KIND: Final = "packhorse/model"
@@ -69,9 +79,17 @@ def format_model(model: Model) -> str:
         "parameters": model.parameters.values(),
     }
     for key, items in parts.items():
-        rows = ",\n    ".join(json.dumps(asdict(item)) for item in items)
+        rows = ",\n    ".join(json.dumps(_describe(item)) for item in items)
         lines.append(f"  {json.dumps(key)}: " + (f"[\n    {rows}\n  ]" if rows else "[]"))
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _describe(item: Block | Body | Value | Parameter) -> dict[str, object]:
+    # Halves that nobody asked for are left out.
+    found: dict[str, object] = asdict(item)
+    if found.get("halves", item) is None:
+        del found["halves"]
+    return found
 
 
 def read_model(path: str | os.PathLike[str]) -> Model:
@@ -192,6 +210,19 @@ def _check_keys(body: Mapping[str, object], where: str) -> None:
             if isinstance(entry, Mapping):
                 names = cast("Mapping[object, object]", entry)  # parsed text: only keys are read
                 _check_names(names, part, f"{where}: {key}[{index}]")
+                _check_halves(names.get("halves"), f"{where}: {key}[{index}].halves")
+
+
+def _check_halves(halves: object, where: str) -> None:
+    if not isinstance(halves, Mapping):
+        return
+    names = cast("Mapping[object, object]", halves)  # parsed text: only keys are read
+    _check_names(names, Halves, where)
+    for key in ("input", "weight"):
+        half = names.get(key)
+        if isinstance(half, Mapping):
+            keys = cast("Mapping[object, object]", half)  # parsed text: only keys are read
+            _check_names(keys, Half, f"{where}.{key}")
 
 
 def _check_names(content: Iterable[object], part: type, where: str) -> None:

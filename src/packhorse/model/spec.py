@@ -69,6 +69,38 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """What one half of a body's backward costs, and what it reads beside saved values or a stash.
+
+    The tuples of indices name the block's parameters, inputs and outputs, and the outputs whose
+    gradients it reads. Workspace is meant as in `Body`.
+    """
+
+    compute_flops: int
+    moved_bytes: int
+    workspace_bytes: int
+    parameters: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    tangents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halves:
+    """A body's backward cut in two.
+
+    `input` gives the gradients of the block's inputs and is None where none flows: then `weight`
+    is the whole backward and reads what was saved. `weight` gives the gradients of parameters and
+    is None where none is trained. Where there are both, `stash_bytes` wait between them; what was
+    saved is not needed any more then.
+    """
+
+    stash_bytes: int
+    input: Half | None
+    weight: Half | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
     """What one distinct block costs at the model's micro-batch shape; equal blocks share it.
 
@@ -76,6 +108,7 @@ class Body:
     `forward_workspace_bytes` when saved values are kept, `discard_workspace_bytes` when the
     forward keeps only its outputs, `backward_workspace_bytes` for the backward. The tuples of
     indices say which of the block's parameters, inputs and outputs the backward reads again.
+    `halves` is None for a body without a backward, and where nobody asked for them.
     """
 
     id: BodyId
@@ -91,6 +124,7 @@ class Body:
     backward_inputs: tuple[int, ...]
     backward_outputs: tuple[int, ...]
     num_random: int
+    halves: Halves | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

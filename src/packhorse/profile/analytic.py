@@ -48,6 +48,28 @@ def estimate_profile(model: Model, machine: Machine) -> Profile:
     )
 
 
+def estimate_input_share(model: Model, machine: Machine, block: Block) -> float:
+    """Estimate how much of the time of a block's backward its input half takes; 1 is all of it.
+
+    Halves do the same work as the whole, so a measured backward can be shared out by this.
+
+    Raises:
+        InputError: as `estimate_profile`.
+    """
+    body = model.bodies[block.body]
+    halves = body.halves
+    if halves is None or halves.input is None or halves.weight is None:
+        return 0.0 if halves is not None and halves.input is None else 1.0
+    parameters = [model.parameters[name] for name in block.parameters]
+    ns_per_flop = _ns_per_flop(machine, body, parameters, model.rows * model.length)
+    ns_per_byte = 1e9 / machine.memory_bytes_per_s
+    first_ns, second_ns = (
+        half.compute_flops * ns_per_flop + half.moved_bytes * ns_per_byte
+        for half in (halves.input, halves.weight)
+    )
+    return first_ns / (first_ns + second_ns) if first_ns + second_ns else 1.0
+
+
 def estimate_rate(machine: Machine, dtype: str, size: float) -> float:
     """Read the matmul rate in FLOP/s for a cube of `size`, between measured sizes by the logarithm.
 

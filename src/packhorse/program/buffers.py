@@ -2,6 +2,7 @@
 
 A buffer's name says what it holds: `param/3` (a state of chunk 3), `value/h2@0` (a value of
 micro-batch 0), `dvalue/h2@0` (its gradient), `saved/2@0` (what block 2 saved for its backward),
+`stash/2@0` (what the first half of its backward leaves for the second),
 `wgrad/embed.weight@1` (the running gradient of a tied parameter, apart from its chunk from the
 second micro-batch on), `wsum/embed.weight/0` (what block 0 adds to a tied parameter in a whole
 step, where each user is summed on its own; the block's number is global), `norm/3` (segment norms
@@ -53,6 +54,11 @@ def value_grad_id(value: str, microbatch: int) -> BufferId:
 def saved_id(block: int, microbatch: int) -> BufferId:
     """Name what a block saved for its backward."""
     return BufferId(f"saved/{block}@{microbatch}")
+
+
+def stash_id(block: int, microbatch: int) -> BufferId:
+    """Name what a block's InputGrad leaves for its WeightGrad."""
+    return BufferId(f"stash/{block}@{microbatch}")
 
 
 def tied_grad_id(parameter: str, microbatch: int) -> BufferId:

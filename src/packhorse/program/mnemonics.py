@@ -15,6 +15,7 @@ from packhorse.program.declarations import TIERS
 from packhorse.program.lines import Line, Names, NamesRead, escape_name, unescape_name
 from packhorse.program.tasks import (
     Backward,
+    BlockTask,
     Copy,
     Emit,
     Export,
@@ -23,6 +24,7 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    InputGrad,
     PackLosses,
     PackNorms,
     Recompute,
@@ -32,11 +34,12 @@ from packhorse.program.tasks import (
     SumTied,
     Task,
     Update,
+    WeightGrad,
 )
 from packhorse.units import format_exact_bytes
 
-BLOCK_TASKS: Final[Mapping[str, type[Forward] | type[Recompute] | type[Backward]]] = (
-    MappingProxyType({"F": Forward, "R": Recompute, "B": Backward})
+BLOCK_TASKS: Final[Mapping[str, type[BlockTask]]] = MappingProxyType(
+    {"F": Forward, "R": Recompute, "B": Backward, "I": InputGrad, "W": WeightGrad}
 )
 BUFFER_TASKS: Final[Mapping[str, type[Emit] | type[Import] | type[Export]]] = MappingProxyType(
     {"EMIT": Emit, "IMP": Import, "EXP": Export}
@@ -73,6 +76,10 @@ def format_task(task: Task, names: Names) -> str:
             return _join("R", _block_of(task), _accesses_of(task, names))
         case Backward():
             return _join("B", _block_of(task), _accesses_of(task, names))
+        case InputGrad():
+            return _join("I", _block_of(task), _accesses_of(task, names))
+        case WeightGrad():
+            return _join("W", _block_of(task), _accesses_of(task, names))
         case SegmentNorm():
             return _join("SEG", f"chunk={task.chunk}", _accesses_of(task, names))
         case SumTied():
@@ -119,11 +126,11 @@ def _join(mnemonic: str, head: str, rest: str) -> str:
     return f"{mnemonic:<4}  {head:<{HEAD_WIDTH}}{rest}".rstrip()
 
 
-def _block_of(task: Forward | Recompute | Backward) -> str:
+def _block_of(task: BlockTask) -> str:
     return f"block={task.block} mb={task.microbatch}"
 
 
-def _accesses_of(task: Forward | Recompute | Backward | SegmentNorm | Update, names: Names) -> str:
+def _accesses_of(task: BlockTask | SegmentNorm | Update, names: Names) -> str:
     reads = names.field("reads", task.reads)
     writes = names.field("writes", task.writes)
     return f"{reads}{writes}  work={format_exact_bytes(task.workspace_bytes)}"

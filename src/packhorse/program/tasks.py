@@ -60,6 +60,31 @@ class Backward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputGrad:
+    """Run the half of a backward that gives gradients of inputs; leaves a stash for the other."""
+
+    block: int
+    microbatch: int
+    reads: tuple[BufferId, ...]
+    writes: tuple[BufferId, ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGrad:
+    """Run the half of a backward that gives gradients of parameters, into chunks.
+
+    It goes with an InputGrad; for a block whose inputs get no gradient it is the whole backward.
+    """
+
+    block: int
+    microbatch: int
+    reads: tuple[BufferId, ...]
+    writes: tuple[BufferId, ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SumTied:
     """Add the sums of all users of a tied parameter, in the order of `reads`, into its chunks."""
 
@@ -170,11 +195,16 @@ class Export:
     buffer: BufferId
 
 
+BlockTask = Forward | Recompute | Backward | InputGrad | WeightGrad
+"""What runs the body of a block, or a part of it."""
+
 Task = (
     Feed
     | Forward
     | Recompute
     | Backward
+    | InputGrad
+    | WeightGrad
     | SumTied
     | SegmentNorm
     | PackNorms
@@ -201,6 +231,8 @@ def reads_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
             return ((task.buffer, task.source),)
         case Forward() | Backward() | Recompute() | SegmentNorm() | GradNorm():
             return tuple([(buffer, "device") for buffer in task.reads])
+        case InputGrad() | WeightGrad():
+            return tuple([(buffer, "device") for buffer in task.reads])
         case Update():
             return tuple([(buffer, task.where) for buffer in task.reads])
         case SumTied() | PackNorms() | PackLosses():
@@ -220,6 +252,8 @@ def writes_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
             return ((task.buffer, task.target),)
         case Forward() | Backward() | Recompute() | SegmentNorm() | GradNorm() | Feed():
             return tuple([(buffer, "device") for buffer in task.writes])
+        case InputGrad() | WeightGrad():
+            return tuple([(buffer, "device") for buffer in task.writes])
         case Update():
             return tuple([(buffer, task.where) for buffer in task.writes])
         case SumTied() | PackNorms() | PackLosses():
@@ -236,6 +270,8 @@ def workspace_of(task: Task) -> int:
         case Copy() | Free():
             return 0
         case Forward() | Backward() | Recompute() | SegmentNorm() | Update():
+            return task.workspace_bytes
+        case InputGrad() | WeightGrad():
             return task.workspace_bytes
         case SumTied() | PackNorms() | PackLosses() | Send() | Recv():
             return 0

@@ -12,11 +12,11 @@ gives an equal program, to the byte. The file has a first line with kind and ver
     tasks      number, mnemonic, what it names
     end
 
-F is Forward, R Recompute, B Backward, TIED SumTied, SEG SegmentNorm, PACKN PackNorms, PACKL
-PackLosses, NORM GradNorm, UPD Update, CP Copy, IMP Import, EXP Export. Task numbers are for the
-reader: parsing skips them, so that lines can be moved, added and taken out. Empty lines and lines
-that start with `#` are skipped. A character that would break a word is written as `%` and two
-hexadecimal digits per byte of its UTF-8, an empty name as `''`.
+F is Forward, R Recompute, B Backward, I InputGrad, W WeightGrad, TIED SumTied, SEG SegmentNorm,
+PACKN PackNorms, PACKL PackLosses, NORM GradNorm, UPD Update, CP Copy, IMP Import, EXP Export. Task
+numbers are for the reader: parsing skips them, so that lines can be moved, added and taken out.
+Empty lines and lines that start with `#` are skipped. A character that would break a word is
+written as `%` and two hexadecimal digits per byte of its UTF-8, an empty name as `''`.
 """
 
 from __future__ import annotations

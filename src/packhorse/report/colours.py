@@ -23,6 +23,8 @@ _KIND_COLOURS: Final[Mapping[str, str]] = {
     "disk_write": "#cf4f7f",
     "copy_in": "#4fa9b0",
     "copy_out": "#a56a43",
+    "send": "#b58ad6",
+    "receive": "#5b5fc7",
     "import": "#8e6bbf",
     "export": "#cf4f7f",
 }

@@ -14,7 +14,7 @@ from packhorse.machine.rescale import RateFactors
 from packhorse.report.compare import Comparison, Difference
 from packhorse.units import format_percent
 
-_BODIES: Final = ("forward", "backward", "recompute")
+_BODIES: Final = ("forward", "backward", "input_grad", "weight_grad", "recompute")
 _WORDS: Final[Mapping[str, str]] = {
     "disk_read": "reading from disk",
     "disk_write": "writing to disk",

@@ -27,6 +27,8 @@ _LETTERS: Final[Mapping[str, str]] = {
     "forward": "F",
     "recompute": "R",
     "backward": "B",
+    "input_grad": "I",
+    "weight_grad": "W",
     "norm": "N",
     "update": "U",
     "disk_read": "r",

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from packhorse.errors import AuditError
-from packhorse.graph.code import BackwardCode, BackwardVariant, BodyCode
+from packhorse.errors import AuditError, MismatchError
+from packhorse.graph.code import BackwardCode, BackwardVariant, BodyCode, HalvesCode
 from packhorse.graph.trace import Traced
 from packhorse.model.parts import number_globally
 from packhorse.model.spec import Block, BlockId, ParameterName, ValueId
@@ -21,18 +21,28 @@ from packhorse.program.buffers import (
     BufferId,
     Layout,
     saved_id,
+    stash_id,
     state_id,
     tied_grad_id,
     tied_sum_id,
     value_grad_id,
     value_id,
 )
-from packhorse.program.tasks import Backward, Forward, Recompute, SumTied, Task
+from packhorse.program.tasks import (
+    Backward,
+    Forward,
+    InputGrad,
+    Recompute,
+    SumTied,
+    Task,
+    WeightGrad,
+)
 from packhorse.runtime.memory.chunks import ChunkMemory
 from packhorse.runtime.noise import NoiseKey, draw_noise
 
 Payload = tuple[Tensor, ...]
 Visible = Mapping[BufferId, Payload]
+BackwardTask = Backward | InputGrad | WeightGrad
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,7 @@ class _BlockArguments:
 
 
 class BodyRunner:
-    """Runs forward, recompute and backward bodies of a traced model.
+    """Runs forward, recompute and backward bodies of a traced model, and halves of backwards.
 
     Args:
         make_room: called with a task before its body runs, and with what it takes in blocks that
@@ -123,16 +133,72 @@ class BodyRunner:
         results = code.keep(*arguments, *self._noise(block.id, code, key))
         return {saved_id(task.block, task.microbatch): tuple(results[code.num_outputs :])}
 
-    def backward(self, task: Backward, visible: Visible) -> dict[BufferId, Payload]:
-        """Run a backward; parameter gradients go into their chunks."""
+    def backward(self, task: BackwardTask, visible: Visible) -> dict[BufferId, Payload]:
+        """Run a backward or one of its halves; parameter gradients go into their chunks."""
+        match task:
+            case Backward():
+                return self._whole(task, visible)
+            case InputGrad():
+                return self._input_half(task, visible)
+            case WeightGrad():
+                return self._weight_half(task, visible)
+
+    def _whole(self, task: Backward, visible: Visible) -> dict[BufferId, Payload]:
         block, code = self._block(task.block)
         self._make_room(task, code.costs.backward_large_bytes)
-        backward = code.backward
-        assert backward is not None, f"block {block.name} has no backward"
+        assert code.backward is not None, f"block {block.name} has no backward"
+        saved = self._saved(block, code, task, visible)
+        return self._differentiate(code.backward, task, visible, saved)[0]
+
+    def _input_half(self, task: InputGrad, visible: Visible) -> dict[BufferId, Payload]:
+        block, code = self._block(task.block)
+        halves = self._halves(block)
+        self._make_room(task, halves.input_large_bytes)
+        assert halves.input is not None, f"block {block.name} has no gradients of inputs"
+        saved = self._saved(block, code, task, visible)
+        written, stash = self._differentiate(halves.input, task, visible, saved)
+        if halves.stash_bytes:
+            written[stash_id(block.id, task.microbatch)] = stash
+        return written
+
+    def _weight_half(self, task: WeightGrad, visible: Visible) -> dict[BufferId, Payload]:
+        block, code = self._block(task.block)
+        halves = self._halves(block)
+        self._make_room(task, halves.weight_large_bytes)
+        assert halves.weight is not None, f"block {block.name} has no parameter to train"
+        if halves.input is None:
+            given = self._saved(block, code, task, visible)
+        else:
+            stash = stash_id(block.id, task.microbatch)
+            given = _find_all(visible, stash, block) if halves.stash_bytes else ()
+        return self._differentiate(halves.weight, task, visible, given)[0]
+
+    def _halves(self, block: Block) -> HalvesCode:
+        if block.body not in self._traced.halves:
+            raise MismatchError(
+                f"the backward of block {block.name} runs in two halves, but it was traced whole",
+                where=f"model {self._traced.model.name}",
+                fix="cut the backwards of the traced model before its program runs",
+            )
+        return self._traced.halves[block.body]
+
+    def _saved(self, block: Block, code: BodyCode, task: BackwardTask, visible: Visible) -> Payload:
+        saved = saved_id(block.id, task.microbatch)
+        return _find_all(visible, saved, block) if code.costs.saved_bytes else ()
+
+    def _differentiate(
+        self, backward: BackwardCode, task: BackwardTask, visible: Visible, given: Payload
+    ) -> tuple[dict[BufferId, Payload], Payload]:
+        """Run a backward or a half of one on what was saved or stashed.
+
+        Returns:
+            What it writes, and the results behind that: the stash.
+        """
+        block, code = self._block(task.block)
         variant = _choose_variant(block, self._numbers[block.id], backward, task)
         sums = self._find_sums(block, variant, task, visible)
         arguments = self._backward_arguments(block, code, backward, variant, sums, task, visible)
-        results = variant.graph(*arguments)
+        results = variant.graph(*given, *arguments)
         self._end_sums(block, sums, task)
         places = _input_names(block, code)
         names = [value_grad_id(places[i], task.microbatch) for i in backward.input_grads]
@@ -140,11 +206,11 @@ class BodyRunner:
             tied_grad_id(block.parameters[i], task.microbatch) for i in variant.parameter_grads
         ]
         written: dict[BufferId, Payload] = {
-            name: (tensor,) for name, tensor in zip(names, results, strict=True)
+            name: (tensor,) for name, tensor in zip(names, results, strict=False)
         }
         for index, tensor in sums.items():
             written[tied_sum_id(block.parameters[index], self._numbers[block.id])] = (tensor,)
-        return written
+        return written, tuple(results[len(names) :])
 
     def sum_tied(self, task: SumTied, visible: Visible) -> None:
         """Add the sums of all users of a tied parameter into its chunks, in the task's order."""
@@ -159,7 +225,7 @@ class BodyRunner:
             own.sinks[index].add_(tensor)
 
     def _find_sums(
-        self, block: Block, variant: BackwardVariant, task: Backward, visible: Visible
+        self, block: Block, variant: BackwardVariant, task: BackwardTask, visible: Visible
     ) -> dict[int, Tensor]:
         """The block's own sums of tied parameters, by index; the first micro-batch makes them."""
         sums: dict[int, Tensor] = {}
@@ -170,7 +236,7 @@ class BodyRunner:
                 sums[index] = _find(visible, name, block) if task.microbatch else made
         return sums
 
-    def _end_sums(self, block: Block, sums: Mapping[int, Tensor], task: Backward) -> None:
+    def _end_sums(self, block: Block, sums: Mapping[int, Tensor], task: BackwardTask) -> None:
         """Add the sums to the chunks, if the task says so."""
         own = self._arguments[block.id]
         for index, tensor in sums.items():
@@ -203,14 +269,11 @@ class BodyRunner:
         backward: BackwardCode,
         variant: BackwardVariant,
         sums: Mapping[int, Tensor],
-        task: Backward,
+        task: BackwardTask,
         visible: Visible,
     ) -> list[Tensor]:
         own = self._arguments[block.id]
         microbatch = task.microbatch
-        saved = visible.get(saved_id(block.id, microbatch), ())
-        if code.costs.saved_bytes and not saved:
-            raise _undeclared(saved_id(block.id, microbatch), visible, block)
         places = _input_names(block, code)
         for index in backward.parameters:
             _require(own.param_chunks[index], task.reads, block)
@@ -220,7 +283,6 @@ class BodyRunner:
             _require(own.grad_chunks[index], task.writes, block)
         constants = self._constants[block.id]
         return [
-            *saved,
             *(own.parameters[index] for index in backward.parameters),
             *(constants[index] for index in backward.constants),
             *(_find(visible, value_id(places[i], microbatch), block) for i in backward.inputs),
@@ -252,7 +314,7 @@ class BodyRunner:
 
 
 def _choose_variant(
-    block: Block, number: BlockId, backward: BackwardCode, task: Backward
+    block: Block, number: BlockId, backward: BackwardCode, task: BackwardTask
 ) -> BackwardVariant:
     """Which variant a task means: that whose sums of tied parameters it declares."""
     declared = {*task.reads, *task.writes}
@@ -276,9 +338,13 @@ def _require(chunks: Sequence[BufferId], declared: Iterable[BufferId], block: Bl
 
 
 def _find(visible: Visible, buffer: BufferId, block: Block) -> Tensor:
+    return _find_all(visible, buffer, block)[0]
+
+
+def _find_all(visible: Visible, buffer: BufferId, block: Block) -> Payload:
     if not visible.get(buffer):
         raise _undeclared(buffer, visible, block)
-    return visible[buffer][0]
+    return visible[buffer]
 
 
 def _undeclared(buffer: BufferId, declared: Iterable[BufferId], block: Block) -> AuditError:

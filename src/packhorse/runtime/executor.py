@@ -48,6 +48,7 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    InputGrad,
     Lane,
     PackLosses,
     PackNorms,
@@ -58,6 +59,7 @@ from packhorse.program.tasks import (
     SumTied,
     Task,
     Update,
+    WeightGrad,
     workspace_of,
     writes_of,
 )
@@ -357,7 +359,7 @@ class Executor:
                 key = work.noise(task.microbatch)
                 assert key is not None
                 self._keep_all(program, self._runner.recompute(task, self._look(task.reads), key))
-            case Backward():
+            case Backward() | InputGrad() | WeightGrad():
                 self._keep_all(program, self._runner.backward(task, self._look(task.reads)))
             case SumTied():
                 self._runner.sum_tied(task, self._look(task.reads))

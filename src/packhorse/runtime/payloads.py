@@ -149,7 +149,7 @@ class Payloads:
         with self._lock:
             payload = self._held.pop((buffer, tier))
         if self._audit:
-            shared = self._storages_beside(None)
+            shared = self._storages_beside()
             for tensor in own_tensors(payload, self._saved.get(buffer)):
                 own = not any(key in shared for key, _ in storages_of(tensor))
                 if tensor.is_floating_point() and own:
@@ -161,7 +161,7 @@ class Payloads:
             self._held.clear()
 
     def _measure(self, buffer: Buffer, payload: tuple[Tensor, ...], tier: TierName) -> None:
-        others = self._storages_beside((buffer.id, tier))
+        others = self._storages_beside((buffer.id, tier), (_giver_of(buffer.id), tier))
         own = own_tensors(payload, self._saved.get(buffer.id))
         sizes = {key: size for tensor in own for key, size in storages_of(tensor)}
         held = sum(size for key, size in sizes.items() if key not in others)
@@ -171,11 +171,17 @@ class Payloads:
                 fix="trace the model and make the plan again",
             )
 
-    def _storages_beside(self, place: Place | None) -> set[int]:
+    def _storages_beside(self, *places: Place) -> set[int]:
         with self._lock:
-            payloads = [payload for held, payload in self._held.items() if held != place]
+            payloads = [payload for held, payload in self._held.items() if held not in places]
         tensors: list[Tensor] = [tensor for payload in payloads for tensor in payload]
         return {key for tensor in tensors for key, _ in storages_of(tensor)}
+
+
+def _giver_of(buffer: BufferId) -> BufferId:
+    """Whose bytes a buffer may take over: a stash has some of what the block saved."""
+    kind, _, rest = buffer.partition("/")
+    return BufferId(f"saved/{rest}") if kind == "stash" else buffer
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:

@@ -20,10 +20,8 @@ from packhorse.plan.spec import Plan
 from packhorse.program.buffers import BufferId, PoolId
 from packhorse.program.program import Program
 from packhorse.program.tasks import (
-    Backward,
-    Forward,
+    BlockTask,
     Free,
-    Recompute,
     Task,
     workspace_of,
     writes_of,
@@ -101,9 +99,7 @@ def explain_peaks(
             cause = cause_of(buffer, last)
             causes[cause] = causes.get(cause, 0) + program.buffers[buffer].size_bytes
         if peak.workspace_bytes:
-            is_last = (
-                isinstance(peak.task, Forward | Backward | Recompute) and peak.task.block == last
-            )
+            is_last = isinstance(peak.task, BlockTask) and peak.task.block == last
             cause = "logits" if is_last else "workspace"
             causes[cause] = causes.get(cause, 0) + peak.workspace_bytes
     rest = need_of(plan, program)["device"] - sum(tiers["device"].values())
@@ -120,9 +116,9 @@ def cause_of(buffer: BufferId, last_block: int) -> str:
             return "parameters"
         case "grad" | "wgrad":
             return "gradients"
-        case "saved" if rest.partition("@")[0] == str(last_block):
+        case "saved" | "stash" if rest.partition("@")[0] == str(last_block):
             return "logits"
-        case "value" | "dvalue" | "saved":
+        case "value" | "dvalue" | "saved" | "stash":
             return "activations"
         case "norm":
             return "buffers"

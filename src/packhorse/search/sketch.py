@@ -43,8 +43,10 @@ from packhorse.program.tasks import (
     Forward,
     Free,
     GradNorm,
+    InputGrad,
     Recompute,
     Task,
+    WeightGrad,
     workspace_of,
     writes_of,
 )
@@ -313,7 +315,7 @@ def _phase_of(task: Task, phase: int) -> int:
     match task:
         case Forward():
             return FORWARD
-        case Recompute() | Backward():
+        case Recompute() | Backward() | InputGrad() | WeightGrad():
             return BACKWARD
         case _:
             return phase

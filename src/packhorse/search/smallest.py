@@ -12,13 +12,20 @@ from packhorse.compiler.lower import lower_plan
 from packhorse.errors import DoesNotFitError
 from packhorse.machine.spec import TierName
 from packhorse.program.buffers import PAGE_BYTES
-from packhorse.program.tasks import Backward, Forward, Recompute, Update
+from packhorse.program.tasks import (
+    Backward,
+    Forward,
+    InputGrad,
+    Recompute,
+    Update,
+    WeightGrad,
+)
 from packhorse.search.evaluation import Evaluation, Evaluator, short_plan
 from packhorse.search.knapsack import choose_moves
 from packhorse.search.peaks import explain_peaks, fullest_task
 from packhorse.search.sketch import Sketches
 from packhorse.search.space import UNLIMITED_BYTES, Setting, find_away_tiers
-from packhorse.timeline.names import name_of, words_for
+from packhorse.timeline.names import kind_of, name_of, words_for
 from packhorse.units import MIB, format_bytes, format_exact_bytes
 
 CLOSE_LOOKS: Final = 6
@@ -129,9 +136,9 @@ def _name_cause(evaluator: Evaluator, smallest: Evaluation) -> str:
     program = lower_plan(plan, setting.model, "train_step")
     task = fullest_task(program)
     match task:
-        case Forward() | Backward() | Recompute():
+        case Forward() | Backward() | Recompute() | InputGrad() | WeightGrad():
             block = setting.model.blocks[task.block].name
-            moment = f"the {type(task).__name__.lower()} of block {block}"
+            moment = f"the {words_for(kind_of(task))} of block {block}"
         case Update():
             moment = f"the update of chunk {task.chunk}"
         case None:

@@ -7,7 +7,8 @@ What is modelled:
 
     Forward, Recompute, Backward   the body's time, times the machine's compute_scale, and times
                                    1 + map_cost when the heap is mapped
-    Backward                       plus adding to gradients of earlier micro-batches
+    InputGrad, WeightGrad          a Backward's time, shared out by what the halves compute and move
+    Backward, WeightGrad           plus adding to gradients of earlier micro-batches
     Copy, Import, Export           latency + bytes / link rate
     Update                         bytes that it moves, at the rate at which fused AdamW moves them,
                                    those of scaling the gradient included where it clips
@@ -25,7 +26,8 @@ from typing import Final, Literal, Protocol, assert_never
 
 from packhorse.errors import InputError, MismatchError
 from packhorse.machine.spec import Link, Machine, TierName
-from packhorse.model.spec import ITEM_BYTES, BlockId, Model
+from packhorse.model.spec import ITEM_BYTES, BlockId, BodyId, Model
+from packhorse.profile.analytic import estimate_input_share
 from packhorse.profile.spec import BodyTime, Profile
 from packhorse.program.buffers import NORM, BufferId
 from packhorse.program.lanes import has_transfers
@@ -40,6 +42,7 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    InputGrad,
     PackLosses,
     PackNorms,
     Recompute,
@@ -49,6 +52,7 @@ from packhorse.program.tasks import (
     SumTied,
     Task,
     Update,
+    WeightGrad,
 )
 from packhorse.simulator.crowding import MOST_CROWDING, core_ns, is_crowded, is_team_work
 
@@ -165,6 +169,12 @@ class TaskCosts:
             case Backward():
                 time = self._body_time(task.block)
                 return TASK_NS + self._heaped(time.backward_ns) + self._gradient_ns(task)
+            case InputGrad():
+                return TASK_NS + self._heaped(self._input_ns(task.block))
+            case WeightGrad():
+                whole_ns = self._body_time(task.block).backward_ns
+                rest_ns = whole_ns - self._input_ns(task.block)
+                return TASK_NS + self._heaped(rest_ns) + self._gradient_ns(task)
             case Update():
                 return TASK_NS + self._update_ns(task)
             case SegmentNorm():
@@ -205,13 +215,25 @@ class TaskCosts:
             )
         return time
 
+    def _input_ns(self, block: int) -> int:
+        time = self._body_time(block)
+        return round(time.backward_ns * self._input_shares[self.model.blocks[BlockId(block)].body])
+
+    @cached_property
+    def _input_shares(self) -> Mapping[BodyId, float]:
+        return {
+            block.body: estimate_input_share(self.model, self.machine, block)
+            for block in reversed(self.model.blocks)
+            if block.has_backward
+        }
+
     def _heaped(self, duration_ns: int) -> int:
         scale = self.machine.compute_scale
         if self.heap == "map":
             scale *= 1 + self.machine.heap.map_cost
         return duration_ns if scale == 1 else ceil(duration_ns * scale)
 
-    def _gradient_ns(self, task: Backward) -> int:
+    def _gradient_ns(self, task: Backward | WeightGrad) -> int:
         # A body's time is that of its first micro-batch, which writes its gradients into their
         # chunks. Later ones write them into workspace and add from there: two reads, one write.
         adds = any(buffer.startswith("grad/") for buffer in task.reads)

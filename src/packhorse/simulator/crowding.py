@@ -13,10 +13,8 @@ from typing import Final
 from packhorse.machine.spec import Link, Machine
 from packhorse.program.program import Program
 from packhorse.program.tasks import (
-    Backward,
+    BlockTask,
     Copy,
-    Forward,
-    Recompute,
     SegmentNorm,
     Task,
     Update,
@@ -62,6 +60,6 @@ def core_ns_per_byte(link: Link) -> float:
 
 def is_team_work(task: Task) -> bool:
     """Whether a task computes in the device with all of its threads."""
-    return isinstance(task, Forward | Recompute | Backward | SegmentNorm) or (
+    return isinstance(task, BlockTask | SegmentNorm) or (
         isinstance(task, Update) and task.where == "device"
     )

@@ -20,6 +20,7 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    InputGrad,
     Lane,
     OwnLane,
     PackLosses,
@@ -31,6 +32,7 @@ from packhorse.program.tasks import (
     SumTied,
     Task,
     Update,
+    WeightGrad,
     lane_of,
 )
 
@@ -38,6 +40,8 @@ KINDS: Final[tuple[str, ...]] = (
     "forward",
     "recompute",
     "backward",
+    "input_grad",
+    "weight_grad",
     "norm",
     "update",
     "disk_read",
@@ -82,6 +86,10 @@ def kind_of(task: Task) -> str:
             return "recompute"
         case Backward():
             return "backward"
+        case InputGrad():
+            return "input_grad"
+        case WeightGrad():
+            return "weight_grad"
         case SegmentNorm() | PackNorms() | GradNorm():
             return "norm"
         case SumTied():
@@ -114,7 +122,7 @@ def kind_of(task: Task) -> str:
 def name_of(task: Task) -> str:
     """Name a task in a few words, such as `forward 3@0` or `copy param/2 disk -> device`."""
     match task:
-        case Forward() | Recompute() | Backward():
+        case Forward() | Recompute() | Backward() | InputGrad() | WeightGrad():
             return f"{kind_of(task)} {task.block}@{task.microbatch}"
         case SegmentNorm():
             return f"norm {task.chunk}"

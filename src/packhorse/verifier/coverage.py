@@ -1,10 +1,11 @@
 """Rule `coverage`: everything that the program is for happens, exactly once.
 
     train_step   per micro-batch: one Feed, each block's Forward, Backward of each block that has
-                 one, the loss emitted; Recompute only for a block whose Forward did not save, once,
-                 between the two; each trained chunk that gets a gradient: one SegmentNorm and one
-                 Update after its last gradient; one GradNorm, the norm emitted; frozen chunks
-                 never
+                 one, or in its place both halves of it (InputGrad only where gradients flow to
+                 inputs, WeightGrad only where parameters are trained), the loss emitted; Recompute
+                 only for a block whose Forward did not save, once, between the two; each trained
+                 chunk that gets a gradient: one SegmentNorm and one Update after its last gradient;
+                 one GradNorm, the norm emitted; frozen chunks never
     evaluate     per micro-batch: one Feed, each block's Forward, the loss emitted
     Of several ranks each has its own blocks, chunks and step inputs. A parameter that several hold
     gets one SumTied on each and counts in the norm of the first; one rank has the GradNorm, and all
@@ -45,6 +46,7 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    InputGrad,
     PackLosses,
     PackNorms,
     Recompute,
@@ -54,6 +56,7 @@ from packhorse.program.tasks import (
     SumTied,
     Task,
     Update,
+    WeightGrad,
 )
 from packhorse.verifier.failures import make_error, name_task
 from packhorse.verifier.lives import FIRST_RANK, counting_rank, shared_users
@@ -67,6 +70,8 @@ TASKS_OF: Final[Mapping[ProgramKind, tuple[type[Task], ...]]] = {
         Forward,
         Recompute,
         Backward,
+        InputGrad,
+        WeightGrad,
         SumTied,
         SegmentNorm,
         PackNorms,
@@ -127,6 +132,8 @@ def _check_once(outline: Outline) -> None:
         outline.forwards.values(),
         outline.recomputes.values(),
         outline.backwards.values(),
+        outline.input_grads.values(),
+        outline.weight_grads.values(),
         outline.tied_sums.values(),
         outline.segment_norms.values(),
         outline.packs.values(),
@@ -160,12 +167,14 @@ def _check_forwards(outline: Outline) -> None:
 
 def _check_backwards(outline: Outline) -> None:
     program, model = outline.program, outline.model
+    begun = outline.begun
     if model is None:
-        blocks = _blocks_of(None, outline.backwards)
+        blocks = _blocks_of(None, begun)
     else:
         blocks = [block.id for block in model.blocks if block.has_backward]
-    _check_table(program, outline.backwards, blocks, "B")
-    for key, (index,) in outline.backwards.items():
+    _check_table(program, begun, blocks, "B")
+    _check_halves(outline)
+    for key, (index,) in begun.items():
         block, microbatch = key
         forward = outline.forwards.get(key, (len(program.tasks),))[0]
         if forward > index:
@@ -181,22 +190,51 @@ def _check_backwards(outline: Outline) -> None:
             raise make_error(program, RULE, index, what)
 
 
+def _check_halves(outline: Outline) -> None:
+    program, model = outline.program, outline.model
+    tables = {"I": outline.input_grads, "W": outline.weight_grads}
+    needed = {mnemonic: {block for block, _ in table} for mnemonic, table in tables.items()}
+    split = sorted({*outline.input_grads, *outline.weight_grads})
+    for key in split:
+        block, microbatch = key
+        found = {mnemonic: table[key][0] for mnemonic, table in tables.items() if key in table}
+        index = min(found.values())
+        if key in outline.backwards:
+            what = (
+                f"is half of what {name_task(program, outline.backwards[key][0])} does as a whole"
+            )
+            raise make_error(program, RULE, index, what)
+        wanted = {mnemonic: block in blocks for mnemonic, blocks in needed.items()}
+        if model is not None:
+            halves = model.body_of(model.blocks[block].id).halves
+            if halves is None:
+                what = f"is half of a backward, but the model gives block {block} no halves"
+                raise make_error(program, RULE, index, what)
+            wanted = {"I": halves.input is not None, "W": halves.weight is not None}
+        for mnemonic, is_wanted in wanted.items():
+            if is_wanted and mnemonic not in found:
+                raise _missing(program, f"{mnemonic} block={block} mb={microbatch}")
+            if mnemonic in found and not is_wanted:
+                what = f"has nothing to do: the other half of block {block} is its whole backward"
+                raise make_error(program, RULE, found[mnemonic], what)
+
+
 def _check_saving(outline: Outline) -> None:
-    program = outline.program
+    program, begun = outline.program, outline.begun
     for (block, microbatch), (index,) in outline.forwards.items():
         saved = saved_id(block, microbatch)
         saves = saved in _writes_at(program, index)
-        if saves and (block, microbatch) not in outline.backwards:
+        if saves and (block, microbatch) not in begun:
             what = f"saves {saved}, but block {block} has no Backward of micro-batch {microbatch}"
             raise make_error(program, RULE, index, what)
 
 
 def _check_recomputes(outline: Outline) -> None:
-    program, model = outline.program, outline.model
+    program, model, begun = outline.program, outline.model, outline.begun
     for key, (index,) in outline.recomputes.items():
         block, microbatch = key
         forward = outline.forwards.get(key, (None,))[0]
-        backward = outline.backwards.get(key, (None,))[0]
+        backward = begun.get(key, (None,))[0]
         if forward is None or backward is None:
             missing = "Forward" if forward is None else "Backward"
             what = f"recomputes what no {missing} of block {block} mb={microbatch} goes with"
@@ -353,6 +391,9 @@ def _trained_states(program: Program) -> set[BufferId]:
 
 def _check_table(program: Program, table: BlockTable, blocks: Iterable[int], mnemonic: str) -> None:
     wanted = set(blocks)
+    has_halves = mnemonic == "B" and any(
+        isinstance(program.tasks[index], InputGrad | WeightGrad) for (index,) in table.values()
+    )
     for (block, microbatch), (index,) in table.items():
         if not 0 <= microbatch < program.num_microbatches:
             raise _no_such_microbatch(program, index)
@@ -364,7 +405,9 @@ def _check_table(program: Program, table: BlockTable, blocks: Iterable[int], mne
     for block in sorted(wanted):
         for microbatch in range(program.num_microbatches):
             if (block, microbatch) not in table:
-                raise _missing(program, f"{mnemonic} block={block} mb={microbatch}")
+                place = f"block={block} mb={microbatch}"
+                halves = f", whole or as I {place} and W {place}," if has_halves else ""
+                raise _missing(program, f"{mnemonic} {place}{halves}")
 
 
 def _blocks_of(model: Model | None, table: BlockTable) -> list[int]:

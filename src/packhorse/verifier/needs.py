@@ -13,13 +13,20 @@ writes of each kind of task as sets of names, and the bytes that each name stand
                micro-batch 1 on, while an earlier block uses a parameter too, into the
                parameter's running gradient
 
+    I  reads   what was saved; what its half of the backward uses again; gradients of values that
+               it adds to
+       writes  gradients of its inputs, and a stash if something is left over
+    W  reads   the stash (what was saved, where there is no I); what its half uses again; gradients
+               of parameters that it adds to
+       writes  gradients of its trained parameters, as B
+
 Where tied parameters are summed once a step, the last user of one adds to its chunk in every
 micro-batch; any other user adds to a sum of its own, and in the last micro-batch that goes to the
 chunk as well.
 
 What a Backward adds to is what an earlier Backward made: the gradient of a value by a later user,
 a running gradient by a later user, a sum of its own by its earlier micro-batches, a chunk's
-gradient by any earlier Backward of the step.
+gradient by any earlier Backward of the step. The same holds of halves.
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ from packhorse.model.spec import (
     ITEM_BYTES,
     Block,
     BlockId,
+    Half,
     Model,
     ParameterName,
     Value,
@@ -48,6 +56,7 @@ from packhorse.program.buffers import (
     norm_id,
     packed_norms_id,
     saved_id,
+    stash_id,
     state_id,
     tied_grad_id,
     tied_sum_id,
@@ -57,6 +66,24 @@ from packhorse.program.buffers import (
 from packhorse.verifier.lives import count_packed_segments, find_flowing, shared_users
 
 NORM_ITEM_BYTES: Final = 8  # sums of squares are float64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfNeeds:
+    """What one half of a block's backward uses again, and its workspace."""
+
+    parameters: frozenset[BufferId]
+    values: tuple[ValueId, ...]
+    value_grads: tuple[ValueId, ...]
+    workspace_bytes: int
+
+    def reads(self, microbatch: int) -> set[BufferId]:
+        """The names of what it uses again."""
+        return {
+            *self.parameters,
+            *(value_id(value, microbatch) for value in self.values),
+            *(value_grad_id(value, microbatch) for value in self.value_grads),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +98,7 @@ class BlockNeeds:
     Where tied parameters are summed once a step: `last_gradients` are the chunks of parameters that
     it uses alone or last, `sums` its own sums of the others, whose chunks are `sum_gradients`.
     `handed_bytes` are those of gradients that it makes of tied parameters as their last user.
+    `stashes` says whether an InputGrad leaves something; halves that it does not have are None.
 
     `shared_sums` are its own sums of parameters that several ranks use, whoever uses them last;
     `shared_handed_bytes` the same bytes for those.
@@ -94,6 +122,9 @@ class BlockNeeds:
     sums: frozenset[BufferId]
     sum_gradients: frozenset[BufferId]
     handed_bytes: int
+    stashes: bool
+    input_half: HalfNeeds | None
+    weight_half: HalfNeeds | None
     shared_sums: frozenset[BufferId]
     shared_handed_bytes: int
 
@@ -143,13 +174,61 @@ class Needs:
     def backward_reads(self, block: int, microbatch: int, begun: set[BufferId]) -> set[BufferId]:
         """What Backward reads; `begun` are the chunk gradients that exist already."""
         needs = self.blocks[block]
-        found = {
+        return {
             *needs.backward_parameters,
             *(value_id(value, microbatch) for value in needs.backward_values),
             *(value_grad_id(value, microbatch) for value in needs.value_grads_read),
             *(value_grad_id(value, microbatch) for value in needs.value_grads_added),
-            *(self.gradients_at(block, microbatch) & begun),
+            *self._saved(block, microbatch),
+            *self._parameter_grads_read(block, microbatch, begun),
         }
+
+    def backward_writes(self, block: int, microbatch: int) -> set[BufferId]:
+        """What Backward writes."""
+        written = (value_grad_id(v, microbatch) for v in self.blocks[block].value_grads_written)
+        return {*written, *self.parameter_grads_written(block, microbatch)}
+
+    def input_half(self, block: int) -> HalfNeeds:
+        """What InputGrad uses again."""
+        half = self.blocks[block].input_half
+        assert half is not None, "coverage knows which halves a block has"
+        return half
+
+    def weight_half(self, block: int) -> HalfNeeds:
+        """What WeightGrad uses again."""
+        half = self.blocks[block].weight_half
+        assert half is not None, "coverage knows which halves a block has"
+        return half
+
+    def input_reads(self, block: int, microbatch: int) -> set[BufferId]:
+        """What InputGrad reads."""
+        added = (value_grad_id(v, microbatch) for v in self.blocks[block].value_grads_added)
+        half = self.input_half(block).reads(microbatch)
+        return {*half, *added, *self._saved(block, microbatch)}
+
+    def input_writes(self, block: int, microbatch: int) -> set[BufferId]:
+        """What InputGrad writes."""
+        written = (value_grad_id(v, microbatch) for v in self.blocks[block].value_grads_written)
+        return {*written, *self._stash(block, microbatch)}
+
+    def weight_reads(self, block: int, microbatch: int, begun: set[BufferId]) -> set[BufferId]:
+        """What WeightGrad reads; `begun` as in `backward_reads`."""
+        cut = self.blocks[block].input_half is not None
+        kept = self._stash(block, microbatch) if cut else self._saved(block, microbatch)
+        half = self.weight_half(block).reads(microbatch)
+        return {*kept, *half, *self._parameter_grads_read(block, microbatch, begun)}
+
+    def _saved(self, block: int, microbatch: int) -> set[BufferId]:
+        return {saved_id(block, microbatch)} if self.blocks[block].saves else set()
+
+    def _stash(self, block: int, microbatch: int) -> set[BufferId]:
+        return {stash_id(block, microbatch)} if self.blocks[block].stashes else set()
+
+    def _parameter_grads_read(
+        self, block: int, microbatch: int, begun: set[BufferId]
+    ) -> set[BufferId]:
+        needs = self.blocks[block]
+        found = set(self.gradients_at(block, microbatch) & begun)
         if microbatch > 0:
             found |= needs.shared_sums
         if self.last_summed is not None and microbatch > 0:
@@ -157,18 +236,12 @@ class Needs:
         elif microbatch > 0:
             running = (*needs.running_added, *needs.running_ended)
             found.update(tied_grad_id(name, microbatch) for name in running)
-        if needs.saves:
-            found.add(saved_id(block, microbatch))
         return found
 
-    def backward_writes(self, block: int, microbatch: int) -> set[BufferId]:
-        """What Backward writes."""
+    def parameter_grads_written(self, block: int, microbatch: int) -> set[BufferId]:
+        """What Backward or WeightGrad writes of gradients of parameters."""
         needs = self.blocks[block]
-        found = {
-            *(value_grad_id(value, microbatch) for value in needs.value_grads_written),
-            *self.gradients_at(block, microbatch),
-            *needs.shared_sums,
-        }
+        found = {*self.gradients_at(block, microbatch), *needs.shared_sums}
         if self.last_summed is not None:
             found |= needs.sums
         elif microbatch > 0:
@@ -228,7 +301,10 @@ def derive_sizes(model: Model, layout: Layout, num_microbatches: int) -> Mapping
             sizes[value_id(value.id, microbatch)] = value.size_bytes
             sizes[value_grad_id(value.id, microbatch)] = value.size_bytes
         for block in model.blocks:
-            sizes[saved_id(block.id, microbatch)] = model.body_of(block.id).saved_bytes
+            body = model.body_of(block.id)
+            sizes[saved_id(block.id, microbatch)] = body.saved_bytes
+            if body.halves is not None:
+                sizes[stash_id(block.id, microbatch)] = body.halves.stash_bytes
         for parameter in model.parameters.values():
             if parameter.trainable and len(parameter.blocks) > 1:
                 name = tied_grad_id(parameter.name, microbatch)
@@ -348,8 +424,26 @@ def _derive_block(
         sums=frozenset(sums),
         sum_gradients=frozenset(summed),
         handed_bytes=handed_bytes,
+        stashes=body.halves is not None and body.halves.stash_bytes > 0,
+        input_half=_derive_half(block, body.halves.input if body.halves else None, chunks),
+        weight_half=_derive_half(block, body.halves.weight if body.halves else None, chunks),
         shared_sums=frozenset(shared),
         shared_handed_bytes=shared_handed_bytes,
+    )
+
+
+def _derive_half(
+    block: Block, half: Half | None, chunks: Mapping[str, tuple[ChunkId, ...]]
+) -> HalfNeeds | None:
+    if half is None:
+        return None
+    values = [block.inputs[index] for index in half.inputs]
+    values += [block.outputs[index] for index in half.outputs]
+    return HalfNeeds(
+        parameters=_states((block.parameters[index] for index in half.parameters), chunks),
+        values=tuple(values),
+        value_grads=tuple(block.outputs[index] for index in half.tangents),
+        workspace_bytes=half.workspace_bytes,
     )
 
 

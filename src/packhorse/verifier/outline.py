@@ -23,6 +23,7 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    InputGrad,
     PackLosses,
     PackNorms,
     Recompute,
@@ -31,6 +32,7 @@ from packhorse.program.tasks import (
     Send,
     SumTied,
     Update,
+    WeightGrad,
 )
 
 Indices = Sequence[int]
@@ -41,7 +43,9 @@ BlockTable = Mapping[tuple[int, int], Indices]
 class Outline:
     """Where each thing happens; block tables go by block and micro-batch.
 
-    `gradients` lists, for each chunk, the tasks that write its gradient: Backward and SumTied.
+    `begun` has what begins each backward: it whole, its InputGrad, or a WeightGrad that has none;
+    `summed` what adds to gradients of parameters: a backward whole, or its WeightGrad. `gradients`
+    lists, for each chunk, the tasks that write its gradient, SumTied among them.
     """
 
     program: Program
@@ -50,6 +54,10 @@ class Outline:
     forwards: BlockTable
     recomputes: BlockTable
     backwards: BlockTable
+    input_grads: BlockTable
+    weight_grads: BlockTable
+    begun: BlockTable
+    summed: BlockTable
     gradients: Mapping[ChunkId, Indices]
     tied_sums: Mapping[str, Indices]
     segment_norms: Mapping[ChunkId, Indices]
@@ -68,6 +76,8 @@ def outline_program(program: Program, model: Model | None) -> Outline:
     forwards: dict[tuple[int, int], list[int]] = defaultdict(list)
     recomputes: dict[tuple[int, int], list[int]] = defaultdict(list)
     backwards: dict[tuple[int, int], list[int]] = defaultdict(list)
+    input_grads: dict[tuple[int, int], list[int]] = defaultdict(list)
+    weight_grads: dict[tuple[int, int], list[int]] = defaultdict(list)
     gradients: dict[ChunkId, list[int]] = defaultdict(list)
     tied_sums: dict[str, list[int]] = defaultdict(list)
     segment_norms: dict[ChunkId, list[int]] = defaultdict(list)
@@ -89,8 +99,11 @@ def outline_program(program: Program, model: Model | None) -> Outline:
                 forwards[task.block, task.microbatch].append(index)
             case Recompute():
                 recomputes[task.block, task.microbatch].append(index)
-            case Backward():
-                backwards[task.block, task.microbatch].append(index)
+            case InputGrad():
+                input_grads[task.block, task.microbatch].append(index)
+            case Backward() | WeightGrad():
+                table = backwards if isinstance(task, Backward) else weight_grads
+                table[task.block, task.microbatch].append(index)
                 for buffer in task.writes:
                     if buffer in chunk_of_gradient:
                         gradients[chunk_of_gradient[buffer]].append(index)
@@ -123,6 +136,10 @@ def outline_program(program: Program, model: Model | None) -> Outline:
         forwards=dict(forwards),
         recomputes=dict(recomputes),
         backwards=dict(backwards),
+        input_grads=dict(input_grads),
+        weight_grads=dict(weight_grads),
+        begun=_merge(weight_grads, input_grads, backwards),
+        summed=_merge(weight_grads, backwards),
         gradients=dict(gradients),
         tied_sums=dict(tied_sums),
         segment_norms=dict(segment_norms),
@@ -134,3 +151,9 @@ def outline_program(program: Program, model: Model | None) -> Outline:
         imports=dict(imports),
         exports=dict(exports),
     )
+
+
+def _merge(*tables: BlockTable) -> BlockTable:
+    """Put tables into one, in program order; of equal keys the last table's counts."""
+    merged = {key: indices for table in tables for key, indices in table.items()}
+    return dict(sorted(merged.items(), key=lambda item: item[1][0]))

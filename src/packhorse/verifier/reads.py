@@ -38,6 +38,7 @@ from packhorse.program.tasks import (
     Free,
     GradNorm,
     Import,
+    InputGrad,
     PackLosses,
     PackNorms,
     Recompute,
@@ -46,6 +47,7 @@ from packhorse.program.tasks import (
     Send,
     SumTied,
     Update,
+    WeightGrad,
     workspace_of,
 )
 from packhorse.verifier.failures import make_error, suggest
@@ -113,6 +115,21 @@ def check_reads(outline: Outline) -> None:
                 body = model.body_of(model.blocks[block].id)
                 more_bytes = needs.backward_workspace_bytes(block, microbatch)
                 _check_workspace(program, index, body.backward_workspace_bytes + more_bytes)
+            case InputGrad(block=block, microbatch=microbatch):
+                reads = needs.input_reads(block, microbatch)
+                writes = needs.input_writes(block, microbatch)
+                _compare(program, index, "read", task.reads, reads)
+                _compare(program, index, "write", task.writes, writes)
+                _check_workspace(program, index, needs.input_half(block).workspace_bytes)
+            case WeightGrad(block=block, microbatch=microbatch):
+                reads = needs.weight_reads(block, microbatch, begun)
+                writes = needs.parameter_grads_written(block, microbatch)
+                _compare(program, index, "read", task.reads, reads)
+                _compare(program, index, "write", task.writes, writes)
+                begun |= needs.gradients_at(block, microbatch)
+                more_bytes = needs.backward_workspace_bytes(block, microbatch)
+                held = needs.weight_half(block).workspace_bytes + more_bytes
+                _check_workspace(program, index, held)
             case SegmentNorm(chunk=chunk):
                 _compare(program, index, "read", task.reads, {state_id("grad", chunk)})
                 _compare(program, index, "write", task.writes, {norm_id(chunk)})

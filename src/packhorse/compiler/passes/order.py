@@ -1,14 +1,19 @@
 """Compute tasks in their order, and what each reads and writes.
 
 In: a model or a rank's part of one, its layout, a list of runs, which blocks recompute. Out: Feed,
-Forward, Recompute, Backward, what ranks send each other, and the Emit of each loss; everything is
-in the device tier, nothing is moved between tiers or freed yet.
+Forward, Recompute, Backward or its halves, what ranks send each other, and the Emit of each loss;
+everything is in the device tier, nothing is moved between tiers or freed yet.
 
     for each run, whoever's it is:
-        forward    if it is this rank's: (Feed;) Forward; (Emit the loss)
-        backward   if it is this rank's: Recompute if so chosen, Backward
+        forward       if it is this rank's: (Feed;) Forward; (Emit the loss)
+        backward      if it is this rank's: Recompute if so chosen, Backward
+        input_grad    the same with InputGrad; nothing in a block to whose inputs no gradient flows
+        weight_grad   if it is this rank's: WeightGrad, and Recompute before it where there is no
+                      InputGrad; nothing in a block of which no parameter is trained
         what it makes for other ranks: Send on its rank, Recv on theirs
     at the end: the losses and the sums of parameters that several ranks use
+
+So a block is recomputed once for each micro-batch, and any order with both halves fits any block.
 
 All ranks' lists are projections of one total order, in which each message stands right behind the
 run that makes it: both ends of a channel see the same sequence, and no rank waits in a circle.
@@ -34,8 +39,18 @@ from itertools import pairwise
 from packhorse.compiler.layout import find_chunks
 from packhorse.compiler.passes.exchange import Exchange, find_exchange
 from packhorse.compiler.runs import Run, Runs
+from packhorse.errors import RefusedError
 from packhorse.model.parts import number_globally, values_with_grad
-from packhorse.model.spec import ITEM_BYTES, Block, BlockId, Model, Parameter, ValueId
+from packhorse.model.spec import (
+    ITEM_BYTES,
+    Block,
+    BlockId,
+    Half,
+    Halves,
+    Model,
+    Parameter,
+    ValueId,
+)
 from packhorse.plan.spec import TiedSum
 from packhorse.program.buffers import (
     LOSSES,
@@ -43,6 +58,7 @@ from packhorse.program.buffers import (
     ChunkId,
     Layout,
     saved_id,
+    stash_id,
     state_id,
     tied_grad_id,
     tied_sum_id,
@@ -54,12 +70,14 @@ from packhorse.program.tasks import (
     Emit,
     Feed,
     Forward,
+    InputGrad,
     PackLosses,
     Recompute,
     Recv,
     Send,
     SumTied,
     Task,
+    WeightGrad,
 )
 
 ChunksOf = Mapping[str, tuple[ChunkId, ...]]
@@ -81,6 +99,9 @@ def order_train_step(
 
     Args:
         runs: in the total order of all ranks.
+
+    Raises:
+        RefusedError: a backward is to run in halves, but the model's bodies have none.
     """
     kept = [b.id for b in model.blocks if b.has_backward and _saves(model, b.id)]
     directly = _find_direct(model, runs)
@@ -118,17 +139,23 @@ def order_evaluation(
 
 
 def _find_direct(model: Model, runs: Runs) -> frozenset[BlockId]:
-    # The blocks of a model whose every backward follows its own forward with none in between.
+    # The blocks of a model whose every backward, or its first half, follows its own forward with
+    # none in between.
     local = {block: at for at, block in enumerate(number_globally(model))}
-    own = [run for run in runs if run.block in local]
+    own: list[Run] = []
+    begun: set[tuple[BlockId, int]] = set()
+    for run in runs:
+        if run.block in local and (run.block, run.microbatch) not in begun:
+            own.append(run)
+            if run.direction != "forward":
+                begun.add((run.block, run.microbatch))
     direct = {
         (after.block, after.microbatch)
         for before, after in pairwise(own)
         if (before.block, before.microbatch) == (after.block, after.microbatch)
     }
-    backwards = {(r.block, r.microbatch) for r in own if r.direction == "backward"}
-    late = {block for block, _ in backwards - direct}
-    return frozenset(BlockId(local[block]) for block, _ in backwards if block not in late)
+    late = {block for block, _ in begun - direct}
+    return frozenset(BlockId(local[block]) for block, _ in begun if block not in late)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +189,7 @@ class _Step:
                     if self.model.loss in block.outputs:
                         tasks.append(Emit(buffer=self._loss_of(run)))
                 else:
-                    tasks += self._backwards(block, run.microbatch, created)
+                    tasks += self._backwards(block, run, created)
             messages = self._messages(run)
             received = [task.buffer for task in messages if isinstance(task, Recv)]
             created.update(received)
@@ -209,27 +236,44 @@ class _Step:
             if self.evaluates and run.block == exchange.last:
                 others = exchange.other_ranks(source)
                 found += [(self._loss_of(run), source, target) for target in others]
-        else:
+        if run.direction in ("backward", "input_grad"):
             for value, target in exchange.gradients_from(run.block):
                 found.append((value_grad_id(value, run.microbatch), source, target))
-            if run.microbatch == self.num_microbatches - 1:
-                for parameter, targets in exchange.sums_from(run.block):
-                    name = tied_sum_id(parameter, run.block)
-                    found += [(name, source, target) for target in targets]
+        is_last = run.microbatch == self.num_microbatches - 1
+        if run.direction in ("backward", "weight_grad") and is_last:
+            for parameter, targets in exchange.sums_from(run.block):
+                name = tied_sum_id(parameter, run.block)
+                found += [(name, source, target) for target in targets]
         return [
             Send(buffer=name, peer=target) if source == rank else Recv(buffer=name, peer=source)
             for name, source, target in found
             if rank in (source, target)
         ]
 
-    def _backwards(self, block: Block, microbatch: int, created: set[BufferId]) -> list[Task]:
+    def _backwards(self, block: Block, run: Run, created: set[BufferId]) -> list[Task]:
         # `created` are buffers that exist, and gets what is created here.
-        tasks: list[Task] = []
-        if block.id in self.again:
-            tasks.append(self._recompute(block, microbatch))
-        task = self._backward(block, microbatch, created)
+        task, begins = self._run_back(block, run, created)
+        if task is None:
+            return []
         created.update(task.writes)
-        return [*tasks, task]
+        again = begins and block.id in self.again
+        return [*([self._recompute(block, run.microbatch)] if again else []), task]
+
+    def _run_back(
+        self, block: Block, run: Run, created: Collection[BufferId]
+    ) -> tuple[Backward | InputGrad | WeightGrad | None, bool]:
+        # A backward or a half of one, if there is something to do, and whether it comes first.
+        if run.direction == "backward":
+            return self._backward(block, run.microbatch, created), True
+        halves = self._halves(block)
+        if run.direction == "input_grad":
+            if halves.input is None:
+                return None, True
+            return self._input_grad(block, halves.input, run.microbatch, created), True
+        if halves.weight is None:
+            return None, False
+        task = self._weight_grad(block, halves.weight, run.microbatch, created)
+        return task, halves.input is None
 
     def _feed(self, microbatch: int) -> list[Task]:
         fed = tuple(value_id(value, microbatch) for value in self.model.step_inputs)
@@ -268,11 +312,8 @@ class _Step:
 
     def _backward(self, block: Block, microbatch: int, created: Collection[BufferId]) -> Backward:
         body = self.model.bodies[block.body]
-        reads: list[BufferId] = []
-        flowing = [value for value in block.inputs if value in self.with_grad]
-        writes = [value_grad_id(value, microbatch) for value in flowing]
-        if body.saved_bytes:
-            reads.append(saved_id(block.id, microbatch))
+        reads = self._saved(block, microbatch)
+        writes = self._flowing(block, microbatch)
         for index in body.backward_parameters:
             reads += [state_id("param", chunk) for chunk in self.chunks_of[block.parameters[index]]]
         again = [block.inputs[index] for index in body.backward_inputs]
@@ -280,14 +321,9 @@ class _Step:
         reads += [value_id(value, microbatch) for value in again]
         arriving = [value for value in block.outputs if value in self.with_grad]
         reads += [value_grad_id(value, microbatch) for value in arriving]
-        held_bytes = 0
-        for name in block.parameters:
-            parameter = self.model.parameters[name]
-            if parameter.trainable:
-                accumulated, started = self._parameter_grads(parameter, block, microbatch)
-                reads += accumulated
-                writes += started
-                held_bytes += self._held_bytes(parameter, block, microbatch)
+        accumulated, started, held_bytes = self._block_grads(block, microbatch)
+        reads += accumulated
+        writes += started
         # What an earlier task created is added to, so it is read as well.
         reads += [buffer for buffer in writes if buffer in created]
         return Backward(
@@ -297,6 +333,85 @@ class _Step:
             writes=_unique(writes),
             workspace_bytes=body.backward_workspace_bytes + held_bytes,
         )
+
+    def _input_grad(
+        self, block: Block, half: Half, microbatch: int, created: Collection[BufferId]
+    ) -> InputGrad:
+        reads = self._saved(block, microbatch) + self._half_reads(block, half, microbatch)
+        writes = self._flowing(block, microbatch)
+        reads += [buffer for buffer in writes if buffer in created]
+        return InputGrad(
+            block=block.id,
+            microbatch=microbatch,
+            reads=_unique(reads),
+            writes=_unique(writes + self._stash(block, microbatch)),
+            workspace_bytes=half.workspace_bytes,
+        )
+
+    def _weight_grad(
+        self, block: Block, half: Half, microbatch: int, created: Collection[BufferId]
+    ) -> WeightGrad:
+        cut = self._halves(block).input is not None
+        reads = self._stash(block, microbatch) if cut else self._saved(block, microbatch)
+        reads += self._half_reads(block, half, microbatch)
+        accumulated, started, held_bytes = self._block_grads(block, microbatch)
+        reads += accumulated
+        reads += [buffer for buffer in started if buffer in created]
+        return WeightGrad(
+            block=block.id,
+            microbatch=microbatch,
+            reads=_unique(reads),
+            writes=_unique(started),
+            workspace_bytes=half.workspace_bytes + held_bytes,
+        )
+
+    def _halves(self, block: Block) -> Halves:
+        halves = self.model.bodies[block.body].halves
+        if halves is None:
+            raise RefusedError(
+                f"the backward of block {block.name} is to run in two halves, but its model has"
+                " no halves",
+                where=f"model {self.model.name}",
+                fix="cut the backwards of the traced model, or run them whole",
+            )
+        return halves
+
+    def _half_reads(self, block: Block, half: Half, microbatch: int) -> list[BufferId]:
+        reads: list[BufferId] = []
+        for index in half.parameters:
+            reads += [state_id("param", chunk) for chunk in self.chunks_of[block.parameters[index]]]
+        reads += [value_id(block.inputs[index], microbatch) for index in half.inputs]
+        reads += [value_id(block.outputs[index], microbatch) for index in half.outputs]
+        reads += [value_grad_id(block.outputs[index], microbatch) for index in half.tangents]
+        return reads
+
+    def _saved(self, block: Block, microbatch: int) -> list[BufferId]:
+        saves = self.model.bodies[block.body].saved_bytes > 0
+        return [saved_id(block.id, microbatch)] if saves else []
+
+    def _stash(self, block: Block, microbatch: int) -> list[BufferId]:
+        return [stash_id(block.id, microbatch)] if self._halves(block).stash_bytes else []
+
+    def _flowing(self, block: Block, microbatch: int) -> list[BufferId]:
+        flowing = [value for value in block.inputs if value in self.with_grad]
+        return [value_grad_id(value, microbatch) for value in flowing]
+
+    def _block_grads(
+        self, block: Block, microbatch: int
+    ) -> tuple[list[BufferId], list[BufferId], int]:
+        # Of all trained parameters: what is read beyond what is written, what is written, and the
+        # bytes of gradients that exist only until they are added.
+        accumulated: list[BufferId] = []
+        started: list[BufferId] = []
+        held_bytes = 0
+        for name in block.parameters:
+            parameter = self.model.parameters[name]
+            if parameter.trainable:
+                read, written = self._parameter_grads(parameter, block, microbatch)
+                accumulated += read
+                started += written
+                held_bytes += self._held_bytes(parameter, block, microbatch)
+        return accumulated, started, held_bytes
 
     def _parameter_grads(
         self, parameter: Parameter, block: Block, microbatch: int

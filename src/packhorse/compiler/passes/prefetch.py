@@ -24,13 +24,11 @@ from packhorse.compiler.replay import replay_pools
 from packhorse.program.buffers import Buffer, BufferId, Pool, PoolId
 from packhorse.program.lanes import assign_lanes
 from packhorse.program.tasks import (
-    Backward,
+    BlockTask,
     Copy,
     Export,
-    Forward,
     Free,
     Lane,
-    Recompute,
     Task,
     Update,
     lane_of,
@@ -163,4 +161,4 @@ def _count_held(
 
 def _computes(task: Task) -> bool:
     # What takes time beside copies; a save has only its exports.
-    return isinstance(task, Forward | Recompute | Backward | Update | Export)
+    return isinstance(task, BlockTask | Update | Export)

@@ -7,11 +7,11 @@ it leaves for its tier of rest after the first and comes from there before the s
 back only when it was changed since, and a buffer without a home is dropped everywhere at its end.
 
 Neighbours are counted in stretches: Forwards of a block that follow each other (over micro-batches)
-are one stretch; so are its Backwards with their Recomputes; so are all of them where each Backward
-follows its Forward over several micro-batches; so is each Update after the last Backward. Norms and
-updates inside the backward belong to its stretch. Two uses are neighbours when they are in the same
-stretch or in two that follow each other. So what a block needs is brought once for all
-micro-batches that go through it together, and a gradient stays until the last of them.
+are one stretch; so are its Backwards, or halves of them, with their Recomputes; so are all of them
+where each Backward follows its Forward over several micro-batches; so is each Update after the last
+Backward. Norms and updates inside the backward belong to its stretch. Two uses are neighbours when
+they are in the same stretch or in two that follow each other. So what a block needs is brought once
+for all micro-batches that go through it together, and a gradient stays until the last of them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from typing import NamedTuple
 
 from packhorse.program.buffers import NORM, Buffer, BufferId, TierName
 from packhorse.program.tasks import (
-    Backward,
+    BlockTask,
     Copy,
     Forward,
     Free,
     GradNorm,
-    Recompute,
     Task,
     Update,
     reads_of,
@@ -152,14 +151,14 @@ def _number_stretches(tasks: Sequence[Task]) -> list[int]:
     numbers: list[int] = []
     stretch = 0
     summed = False
-    runs = [task for task in tasks if isinstance(task, Forward | Recompute | Backward)]
+    runs = [task for task in tasks if isinstance(task, BlockTask)]
     starts = _find_starts(runs)
     num_runs = 0
     for task in tasks:
+        if isinstance(task, BlockTask):
+            stretch += starts[num_runs]
+            num_runs += 1
         match task:
-            case Forward() | Recompute() | Backward():
-                stretch += starts[num_runs]
-                num_runs += 1
             case Update() if summed:
                 stretch += 1
             case GradNorm():
@@ -170,7 +169,7 @@ def _number_stretches(tasks: Sequence[Task]) -> list[int]:
     return numbers
 
 
-def _find_starts(runs: Sequence[Forward | Recompute | Backward]) -> list[bool]:
+def _find_starts(runs: Sequence[BlockTask]) -> list[bool]:
     # Which runs of blocks begin a stretch: where another block begins, or the block's backward,
     # unless its forward goes on afterwards.
     starts: list[bool] = []
