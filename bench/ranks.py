@@ -1,10 +1,10 @@
 """Ranks that run different programs against one process: losses, norms and weights, bit by bit.
 
-Models of the zoo are trained for some steps on 2 and 4 processes over gloo, under every schedule
-with whole backwards, with ties, skips over stages, dropout, uneven label tokens, recomputed blocks,
-states on disk, and fewer micro-batches than stages; and on one process with the same micro-batches
-and the same numerics. All ranks have to hear the same, and every copy of a parameter has to be the
-same bits.
+Models of the zoo are trained for some steps on 2 and 4 processes over gloo, under every named
+schedule that has no more stages than the model has blocks, with ties, skips over stages, dropout,
+uneven label tokens, recomputed blocks, states on disk, and fewer micro-batches than stages; and on
+one process with the same micro-batches and the same numerics. All ranks have to hear the same, and
+every copy of a parameter has to be the same bits.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from bench.planned import train_by_plan
 from bench.rank_worker import DROPOUT, NUM_STEPS, Case, make_subject, ways_of, write_cases
 from bench.reference import Curve, find_differences
 from bench.report import Bench, at_least, run_bench
-from bench.zoo import ZOO, OptimizerName, clip_of, make_steps
+from bench.zoo import LAYERS, ZOO, OptimizerName, clip_of, make_steps
+from packhorse.schedule.costs import even_costs
+from packhorse.schedule.families import FAMILIES, make_named
 
 MODELS: Final = ("llama", DROPOUT, "weave", "mixtral")
-SCHEDULES: Final = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "layered")
+NUM_BLOCKS: Final = LAYERS + 2
 COUNTS: Final = (1, 4)
 ACTIVATIONS: Final = (("keep",), ("recompute",))
 RANKS: Final = (2, 4)
@@ -35,7 +37,7 @@ RANKS: Final = (2, 4)
 def measure(bench: Bench) -> None:
     """Train every case on one process and on many."""
     for num_ranks in RANKS[:1] if bench.quick else RANKS:
-        cases = list_cases(quick=bench.quick)
+        cases = list_cases(num_ranks, quick=bench.quick)
         with work_folder("ranks") as folder:
             bench.say(f"{len(cases)} cases on {num_ranks} ranks")
             run_worker(write_cases(folder / "cases.json", cases), folder, num_ranks)
@@ -58,9 +60,14 @@ def measure(bench: Bench) -> None:
         )
 
 
-def list_cases(*, quick: bool = False) -> list[Case]:
+def list_cases(num_ranks: int, *, quick: bool = False) -> list[Case]:
     """The product of models, schedules, micro-batches and what blocks do."""
-    rows = product(MODELS, SCHEDULES, COUNTS, ACTIVATIONS, (False, True))
+    schedules = [
+        name
+        for name in FAMILIES
+        if make_named(name, num_ranks, 1, even_costs(num_ranks)).num_stages <= NUM_BLOCKS
+    ]
+    rows = product(MODELS, schedules, COUNTS, ACTIVATIONS, (False, True))
     cases = [
         Case(
             name=f"{model}-{schedule}-{count}-{activations[0]}-{'disk' if disk else 'memory'}",

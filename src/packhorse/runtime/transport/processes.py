@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Final
+from typing import Final, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +23,22 @@ _REASON_KEY: Final = "packhorse/failed"
 Channel = tuple[int, int]
 
 
+class Store(Protocol):
+    """The key-value store that all ranks met at, one of `torch.distributed`'s."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set a key that has the expected value, or has none where that is empty."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key; waits for it."""
+        ...
+
+
 class ProcessTransport:
     """This process's end of all channels.
 
@@ -33,7 +49,7 @@ class ProcessTransport:
     """
 
     def __init__(
-        self, channels: Iterable[Channel], store: dist.Store, *, wait: timedelta = WAIT
+        self, channels: Iterable[Channel], store: Store, *, wait: timedelta = WAIT
     ) -> None:
         self._store = store
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
