@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -29,6 +29,7 @@ from bench.zoo import (
     make_steps,
 )
 from packhorse.compiler.passes.exchange import find_channels
+from packhorse.graph.halving import halve_backwards
 from packhorse.plan.spec import ActivationChoice
 from packhorse.runtime.engine import Engine
 from packhorse.runtime.transport.processes import ProcessTransport
@@ -69,7 +70,8 @@ def make_subject(case: Case) -> Subject:
     else:
         module = build_model(entry)
     batch = batch_of(make_steps(entry, num_steps=1, num_microbatches=1))
-    return trace_subject(module, batch, optimizer)
+    subject = trace_subject(module, batch, optimizer)
+    return replace(subject, traced=halve_backwards(subject.traced))
 
 
 def ways_of(case: Case) -> Ways:

@@ -96,7 +96,7 @@ def steps_of(name: str, count: int, num_steps: int = 3):
 def plain_curve(name: str, count: int, clip: float | None) -> Curve:
     module = build(name)
     # With one micro-batch both sums are eager's.
-    copies = {} if name == "skips" or count == 1 else untie(module)
+    copies = {} if name == "skips" else untie(module)
     return train_plainly(module, WORDS, steps_of(name, count), max_grad_norm=clip, copies=copies)
 
 
