@@ -19,9 +19,8 @@ CASES = tuple(
         disk=disk,
     )
     for model, schedule, num_microbatches, optimizer, activations, disk in (
-        ("llama", "1f1b", 4, "adamw", "keep", False),
-        ("weave", "interleaved", 3, "momentum", "recompute", True),
-        (DROPOUT, "gpipe", 1, "adamw", "recompute", False),
+        ("weave", "1f1b", 4, "adamw", "keep", False),
+        (DROPOUT, "zb-v", 3, "momentum", "recompute", True),
     )
 )
 

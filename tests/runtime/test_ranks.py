@@ -33,7 +33,7 @@ WAYS = {
 }
 FACTORS = (
     ("llama", "gpt2", "qwen3", "gemma3", "mixtral", "weave"),
-    ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "layered"),
+    ("gpipe", "1f1b", "interleaved", "layered"),
     ("2", "3"),
     ("1", "2", "5"),
     ("adamw", "momentum"),
