@@ -16,8 +16,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from bench.planned import Subject, Ways, load_weights, read_states, trace_subject
-from bench.ranked import lower_ranks, spread_blocks
+from bench.planned import Subject, Ways, read_states, trace_subject
+from bench.ranked import lower_ranks, open_rank, spread_blocks
 from bench.zoo import (
     ZOO,
     OptimizerName,
@@ -31,7 +31,6 @@ from bench.zoo import (
 from packhorse.compiler.passes.exchange import find_channels
 from packhorse.graph.halving import halve_backwards
 from packhorse.plan.spec import ActivationChoice
-from packhorse.runtime.engine import Engine
 from packhorse.runtime.transport.processes import ProcessTransport
 from packhorse.schedule.costs import even_costs
 from packhorse.schedule.families import make_named
@@ -102,22 +101,8 @@ def train_case(case: Case, subject: Subject, folder: Path, store: dist.Store) ->
         clips=clip is not None,
     )
     part = ranked.parts[rank]
-    scratch = folder / f"scratch-{rank}"
-    scratch.mkdir(exist_ok=True)
-    with Engine(
-        traced=part,
-        programs={kind: found[rank] for kind, found in ranked.programs.items()},
-        proofs={kind: found[rank] for kind, found in ranked.proofs.items()},
-        optimizer=subject.optimizer,
-        max_grad_norm=clip,
-        seed=1,
-        scratch=scratch,
-        num_threads=1,
-        heap="keep",
-        audit=True,
-        transport=ProcessTransport(find_channels(part.model), store),
-    ) as engine:
-        load_weights(engine, subject.weights)
+    transport = ProcessTransport(find_channels(part.model), store)
+    with open_rank(subject, ranked, rank, transport, folder, max_grad_norm=clip) as engine:
         results = [
             engine.train_step(feeds, step=step, learning_rate=subject.optimizer.lr)
             for step, feeds in enumerate(steps, 1)

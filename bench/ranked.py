@@ -28,6 +28,7 @@ from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.engine import Engine
 from packhorse.runtime.step_result import StepResult
 from packhorse.runtime.transport.loopback import LoopbackGroup
+from packhorse.runtime.transport.spec import Transport
 from packhorse.schedule.spec import Schedule
 from packhorse.verifier.joint import verify_ranks
 
@@ -124,20 +125,10 @@ def train_on_ranks(
     group = LoopbackGroup(len(ranked.parts))
 
     def train(rank: int) -> tuple[list[StepResult], dict[str, dict[str, Tensor]]]:
-        with Engine(
-            traced=ranked.parts[rank],
-            programs={kind: found[rank] for kind, found in ranked.programs.items()},
-            proofs={kind: found[rank] for kind, found in ranked.proofs.items()},
-            optimizer=subject.optimizer,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-            scratch=scratch / f"rank-{rank}",
-            num_threads=1,
-            heap="keep",
-            audit=True,
-            transport=group.end_of(rank),
+        end = group.end_of(rank)
+        with open_rank(
+            subject, ranked, rank, end, scratch, max_grad_norm=max_grad_norm, seed=seed
         ) as engine:
-            load_weights(engine, subject.weights)
             results: list[StepResult] = []
             for step, feeds in enumerate(steps, 1):
                 results.append(
@@ -149,8 +140,6 @@ def train_on_ranks(
             shapes = {name: subject.weights[name] for name in subject.weights if name in held}
             return results, read_states(engine, shapes)
 
-    for rank in range(len(ranked.parts)):
-        (scratch / f"rank-{rank}").mkdir(parents=True, exist_ok=True)
     told = run_ranks(len(ranked.parts), train)
     first = told[0][0]
     for results, _ in told[1:]:
@@ -165,6 +154,36 @@ def train_on_ranks(
         norms=tuple(result.grad_norm for result in first if result.grad_norm is not None),
         states=states,
     )
+
+
+def open_rank(
+    subject: Subject,
+    ranked: Ranked,
+    rank: int,
+    transport: Transport,
+    scratch: Path,
+    *,
+    max_grad_norm: float | None = None,
+    seed: int = 1,
+) -> Engine:
+    """Start one rank, in audit mode, with the subject's weights."""
+    folder = scratch / f"rank-{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    engine = Engine(
+        traced=ranked.parts[rank],
+        programs={kind: found[rank] for kind, found in ranked.programs.items()},
+        proofs={kind: found[rank] for kind, found in ranked.proofs.items()},
+        optimizer=subject.optimizer,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
+        scratch=folder,
+        num_threads=1,
+        heap="keep",
+        audit=True,
+        transport=transport,
+    )
+    load_weights(engine, subject.weights)
+    return engine
 
 
 def run_ranks(num_ranks: int, work: Callable[[int], T]) -> list[T]:

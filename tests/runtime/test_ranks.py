@@ -10,7 +10,7 @@ import torch
 from subjects import choose_pairwise, find_subject
 
 from bench.planned import Subject, Ways, trace_subject, train_by_plan
-from bench.ranked import lower_ranks, run_ranks, spread_blocks, train_on_ranks
+from bench.ranked import lower_ranks, open_rank, run_ranks, spread_blocks, train_on_ranks
 from bench.reference import Curve, find_differences
 from bench.zoo import ZOO, batch_of, build_gpt2, clip_of, make_optimizer_words, make_steps
 from packhorse.errors import NonFiniteError, PeerLostError, RefusedError
@@ -184,6 +184,31 @@ def test_nothing_comes_for_too_long() -> None:
     end = LoopbackGroup(2, wait_s=0.01).end_of(0)
     with pytest.raises(PeerLostError, match="nothing came for 0 s"):
         end.receive(torch.empty(4), peer=1)
+
+
+def test_a_rank_that_ends_early_lets_the_others_go(tmp_path: Path) -> None:
+    """Its own lanes wait for messages as well; nobody waits for a time limit."""
+    subject = find_subject("qwen3")
+    steps = make_steps(ZOO["qwen3"], num_steps=1, num_microbatches=2)
+    schedule = make_schedule("1f1b", 2, 2)
+    ranked = lower_ranks(
+        subject,
+        schedule,
+        spread_blocks(subject.traced.model, 2),
+        [WAYS["kept"]],
+        num_microbatches=2,
+        clips=False,
+    )
+    group = LoopbackGroup(2)
+
+    def work(rank: int) -> None:
+        with open_rank(subject, ranked, rank, group.end_of(rank), tmp_path) as engine:
+            if rank == 1:
+                raise KeyError("no such row")
+            engine.train_step(steps[0], step=1, learning_rate=0.1)
+
+    with pytest.raises(KeyError, match="no such row"):
+        run_ranks(2, work)
 
 
 def test_loopback_keeps_the_order_of_each_channel() -> None:

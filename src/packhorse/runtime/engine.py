@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 import torch
@@ -198,14 +197,12 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
-            if kind is None and not self._failed:
+            if error is not None:
+                # Other ranks wait for what does not come any more.
+                self._messages.abort(str(error).partition("\n")[0] or type(error).__name__)
+            elif not self._failed:
                 self.settle()
         finally:
             self.close()
