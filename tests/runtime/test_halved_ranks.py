@@ -7,9 +7,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from ranked_ways import WAYS
 from subjects import choose_pairwise, find_subject
 
-from bench.planned import Subject, Ways, train_by_plan
+from bench.planned import Subject, train_by_plan
 from bench.ranked import lower_ranks, spread_blocks, train_on_ranks
 from bench.reference import Curve, find_differences
 from bench.zoo import ZOO, clip_of, make_steps
@@ -19,23 +20,12 @@ from packhorse.schedule.costs import even_costs
 from packhorse.schedule.families import make_named
 
 COUNT = 4
-WAYS = {
-    "kept": Ways(tied_sum="per_step"),
-    "recomputed": Ways(tied_sum="per_step", activations=("recompute",)),
-    "on disk": Ways(
-        tied_sum="per_step",
-        parameters=("disk",),
-        gradients=("disk",),
-        optimizer=("disk",),
-        activations=("keep", "recompute"),
-    ),
-}
 CASES = choose_pairwise(
     (
         ("llama", "gpt2", "weave"),
         ("zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v"),
         ("2", "3"),
-        tuple(WAYS),
+        ("kept", "recomputed", "on disk"),
     )
 )
 

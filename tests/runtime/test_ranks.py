@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranked_ways import WAYS
 from subjects import choose_pairwise, find_subject
 
 from bench.planned import Subject, Ways, trace_subject, train_by_plan
@@ -19,18 +20,6 @@ from packhorse.schedule.costs import even_costs
 from packhorse.schedule.families import make_named
 from packhorse.schedule.spec import Schedule
 
-WAYS = {
-    "kept": Ways(tied_sum="per_step"),
-    "recomputed": Ways(tied_sum="per_step", activations=("recompute",)),
-    "on disk": Ways(
-        tied_sum="per_step",
-        parameters=("disk",),
-        gradients=("disk",),
-        optimizer=("disk",),
-        activations=("keep", "recompute"),
-    ),
-    "offloaded": Ways(tied_sum="per_step", optimizer=("disk",), activations=("offload", "keep")),
-}
 FACTORS = (
     ("llama", "gpt2", "qwen3", "gemma3", "mixtral", "weave"),
     ("gpipe", "1f1b", "interleaved", "layered"),

@@ -55,11 +55,6 @@ def cut_model(model: Model, owners: Sequence[int]) -> tuple[Model, ...]:
     return tuple(_take_part(model, tuple(owners), rank) for rank in range(num_ranks))
 
 
-def owner_of(model: Model, block: BlockId) -> int:
-    """The rank that computes a block of the whole model; 0 where there is no part."""
-    return 0 if model.part is None else model.part.owners[block]
-
-
 def whole_of(model: Model) -> Model:
     """The model that a part is of; a whole one is of itself."""
     return model if model.part is None else model.part.whole
@@ -82,8 +77,10 @@ def find_targets(model: Model, owners: Sequence[int], value: ValueId) -> tuple[i
 def find_gradient_hops(model: Model, owners: Sequence[int]) -> tuple[GradientHop, ...]:
     """Every gradient that crosses between ranks, value by value, in the order of a backward."""
     hops: list[GradientHop] = []
-    for value in sorted(values_with_grad(model), key=list(model.values).index):
-        found = model.values[value]
+    flowing = values_with_grad(model)
+    for value, found in model.values.items():
+        if value not in flowing:
+            continue
         users = [user for user in found.consumers if model.blocks[user].has_backward]
         makers = [] if found.producer is None else [found.producer]
         for after, before in pairwise([*sorted(users, reverse=True), *makers]):

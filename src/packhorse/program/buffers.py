@@ -91,7 +91,7 @@ def norm_id(chunk: ChunkId) -> BufferId:
 
 
 def packed_norms_id(rank: int) -> BufferId:
-    """Name the segment norms of all chunks of a rank, in the order of its chunks."""
+    """Name the segment norms that a rank counts, in the order of the parameters."""
     return BufferId(f"norms@{rank}")
 
 

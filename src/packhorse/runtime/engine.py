@@ -201,7 +201,7 @@ class Engine:
         try:
             if error is not None:
                 # Other ranks wait for what does not come any more.
-                self._messages.abort(str(error).partition("\n")[0] or type(error).__name__)
+                self._messages.abort(_first_line(error))
             elif not self._failed:
                 self.settle()
         finally:
@@ -422,7 +422,7 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            self._failed = self._failed or str(error).partition("\n")[0] or type(error).__name__
+            self._failed = self._failed or _first_line(error)
             self._messages.abort(self._failed)
             raise
 
@@ -494,3 +494,7 @@ class Engine:
             clip_coefficient=coefficient,
             compute_param=None if master is None else tensors["param"],
         )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

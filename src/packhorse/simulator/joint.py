@@ -32,8 +32,6 @@ from packhorse.simulator.ledger import Ledger
 from packhorse.timeline.names import name_of
 from packhorse.timeline.spec import Timeline
 
-Channel = tuple[int, int]
-
 
 def simulate_ranks(programs: Sequence[Program], costs: Sequence[TaskCosts]) -> tuple[Timeline, ...]:
     """Predict a step of all ranks, behind another one, as the runtime runs it.
@@ -47,8 +45,8 @@ def simulate_ranks(programs: Sequence[Program], costs: Sequence[TaskCosts]) -> t
     ranks = [_Rank(program, cost) for program, cost in zip(programs, costs, strict=True)]
     pending = deque(range(len(ranks)))
     waiting: dict[int, Meeting] = {}
-    for rank in range(len(ranks)):
-        ranks[rank].begin()
+    for each in ranks:
+        each.begin()
     while pending:
         rank = pending.popleft()
         meeting = ranks[rank].meeting
@@ -62,9 +60,9 @@ def simulate_ranks(programs: Sequence[Program], costs: Sequence[TaskCosts]) -> t
         del waiting[peer]
         sent = meeting if isinstance(meeting.task, Send) else other
         start_ns = max(meeting.ready_ns, other.ready_ns)
-        for each in (rank, peer):
-            ranks[each].go_on(start_ns, start_ns + sent.duration_ns)
-            pending.append(each)
+        for end in (rank, peer):
+            ranks[end].go_on(start_ns, start_ns + sent.duration_ns)
+            pending.append(end)
     if waiting:
         raise RuleError(
             f"{len(waiting)} of {len(ranks)} ranks wait for each other for ever",

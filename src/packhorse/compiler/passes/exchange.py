@@ -16,7 +16,6 @@ from packhorse.model.parts import (
     find_shared,
     find_targets,
     number_globally,
-    whole_of,
 )
 from packhorse.model.spec import BlockId, Model, ParameterName, ValueId
 
@@ -89,8 +88,22 @@ def find_channels(model: Model) -> tuple[tuple[int, int], ...]:
 
 def find_exchange(model: Model) -> Exchange:
     """Find what crosses between the ranks of a model."""
-    whole, numbers = whole_of(model), number_globally(model)
-    owners = (0,) * len(whole.blocks) if model.part is None else model.part.owners
+    numbers = number_globally(model)
+    local = {number: at for at, number in enumerate(numbers)}
+    if model.part is None:
+        # A search asks this for every order that it tries.
+        return Exchange(
+            rank=0,
+            num_ranks=1,
+            owners=(0,) * len(numbers),
+            numbers=numbers,
+            local=local,
+            values={},
+            gradients={},
+            sums={},
+            shared={},
+        )
+    whole, owners = model.part.whole, model.part.owners
     values: dict[BlockId, list[tuple[ValueId, Sequence[int]]]] = {}
     for value in whole.values.values():
         targets = find_targets(whole, owners, value.id)
@@ -106,11 +119,11 @@ def find_exchange(model: Model) -> Exchange:
             others = [rank for rank in find_holders(whole, owners, name) if rank != owners[user]]
             sums.setdefault(user, []).append((name, others))
     return Exchange(
-        rank=0 if model.part is None else model.part.rank,
-        num_ranks=max(owners, default=0) + 1,
+        rank=model.part.rank,
+        num_ranks=max(owners) + 1,
         owners=owners,
         numbers=numbers,
-        local={number: at for at, number in enumerate(numbers)},
+        local=local,
         values=values,
         gradients=gradients,
         sums=sums,

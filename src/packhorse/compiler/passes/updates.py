@@ -131,7 +131,7 @@ def add_updates(
 ) -> tuple[Task, ...]:
     """Insert norms and updates for every trained chunk; `places` are those of all chunks."""
     trained = [chunk for chunk in layout.chunks if chunk.trainable]
-    counted = [chunk for chunk in trained if not norms.counts_elsewhere(chunk, layout)]
+    counted = {c.id: norm_id(c.id) for c in trained if not norms.counts_elsewhere(c, layout)}
     writes = _last_positions([tuple(buffer for buffer, _ in writes_of(task)) for task in tasks])
     reads = _last_positions([tuple(buffer for buffer, _ in reads_of(task)) for task in tasks])
     norm_at: dict[int, list[Chunk]] = {}
@@ -147,7 +147,7 @@ def add_updates(
         result.append(task)
         ready = update_at.get(position, []) if not optimizer.clips else []
         for chunk in norm_at.get(position, []):
-            if chunk in counted:
+            if chunk.id in counted:
                 result.append(_segment_norm(chunk))
             finished.append(chunk)
             if chunk in ready:
@@ -157,7 +157,7 @@ def add_updates(
             for chunk in ready
             if chunk not in norm_at.get(position, [])
         ]
-    result += _find_norm(tuple(norm_id(chunk.id) for chunk in counted), norms)
+    result += _find_norm(tuple(counted.values()), norms)
     result.append(Emit(buffer=NORM))
     if optimizer.clips:
         updates = [_update(chunk, optimizer, places) for chunk in _order_last(finished, places)]
