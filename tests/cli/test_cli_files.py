@@ -87,6 +87,24 @@ def test_check_knows_a_file_by_its_kind(shell, plan_folder, name):
     assert done.document["kind"] == name.removesuffix(".json")
 
 
+def test_check_knows_a_cluster(shell, tmp_path):
+    sample = Path(__file__).parents[2] / "machines" / "eight-unlike-ranks.yaml"
+    done = shell("check", sample)
+    assert (done.code, done.err) == (0, "")
+    document = shell("check", sample, "--json").document
+    assert (document["kind"], document["ranks"], document["links"]) == ("cluster", 8, 56)
+    text = sample.read_text()
+    (tmp_path / "c.yaml").write_text(text.partition("links:")[0])
+    assert (
+        "56 of the 56 ways from rank to rank have no link"
+        in shell("check", tmp_path / "c.yaml").err
+    )
+    (tmp_path / "c.yaml").write_text(text.replace("latency_ns: 60000", "latency: 60000"))
+    done = shell("check", tmp_path / "c.yaml")
+    assert done.code == 2
+    assert "did you mean 'latency_ns'?" in done.err
+
+
 def test_check_names_the_rule_and_the_task_that_breaks_it(shell, plan_folder):
     shell("lower", plan_folder / "plan.json", "--out", plan_folder / "p.txt")
     lines = (plan_folder / "p.txt").read_text().splitlines(keepends=True)

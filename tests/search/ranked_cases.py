@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from packhorse.machine.cluster import Links, link_all
+from packhorse.machine.spec import PeerLink
 from packhorse.model.spec import ITEM_BYTES, BodyId
 from packhorse.profile.spec import BodyTime, Profile
 from packhorse.schedule.costs import even_costs
@@ -13,13 +15,13 @@ from packhorse.schedule.families import make_named
 from packhorse.schedule.holding import stages_of
 from packhorse.schedule.spec import Backward, Forward, InputGrad, Schedule, WeightGrad
 from packhorse.search.block_times import time_blocks
-from packhorse.search.ranks import Links, RankLink, RankSpec, link_all
+from packhorse.search.ranks import RankSpec
 from packhorse.search.stages import make_cutter
 from tests.search.toy_search import ADAMW
 from tests.support.models import make_model
 
 HUGE = 1 << 50
-FAST = RankLink(bytes_per_s=1e15)
+FAST = PeerLink(peer=0, bytes_per_s=1e15, latency_ns=0)
 
 
 def own_bodies(model):
@@ -99,7 +101,8 @@ def draw_case(seed, name, num_ranks, num_blocks, num_stages=None) -> Case:
         )
         for _ in range(num_ranks)
     )
-    link = RankLink(
+    link = PeerLink(
+        peer=0,
         bytes_per_s=dice.choice([1e15, 2e9]),
         latency_ns=dice.choice([0, 40]),
         core_ns_per_byte=dice.choice([0, 0, 0.02]),

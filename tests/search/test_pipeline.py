@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse.errors import DoesNotFitError, InputError
+from packhorse.machine.cluster import link_all
+from packhorse.machine.spec import PeerLink
 from packhorse.schedule.families import FAMILIES
 from packhorse.schedule.proof import check_schedule
 from packhorse.schedule.timing import time_schedule
 from packhorse.search.pipeline import find_pipeline
-from packhorse.search.ranks import RankLink, RankSpec, link_all
+from packhorse.search.ranks import RankSpec
 from tests.search.ranked_cases import FAST, draw_case, make_profile, make_ranks, own_bodies
 from tests.search.toy_search import ADAMW
 from tests.support.models import make_model
@@ -143,7 +145,7 @@ def test_what_does_not_fit_has_its_rank():
 
 
 def test_a_slow_link_is_what_a_step_waits_for():
-    found = find(1, 1, link=RankLink(bytes_per_s=1e5), names=("1f1b", "zb-v"))
+    found = find(1, 1, link=PeerLink(peer=0, bytes_per_s=1e5, latency_ns=0), names=("1f1b", "zb-v"))
     assert found.cuts.bottleneck_ns == 1024 * 10**4
     assert "a link is busy the longest, 10.2 ms of each microbatch" in found.bounds.because
     assert found.step_ns >= 4 * 1024 * 10**4

@@ -10,9 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from packhorse.errors import DoesNotFitError
+from packhorse.machine.cluster import link_all
+from packhorse.machine.spec import PeerLink
 from packhorse.schedule.timing import time_schedule
 from packhorse.search.block_times import share_weights, time_blocks
-from packhorse.search.ranks import RankLink, link_all
 from packhorse.search.stage_costs import cost_stages
 from packhorse.search.stages import cut_stages, make_cutter, place_cuts
 from tests.search.ranked_cases import (
@@ -61,7 +62,7 @@ def cut_at(*bounds, name="1f1b", num_ranks=2, budget_bytes=1 << 40, link=None, *
     model = own_bodies(make_model(**{"num_layers": 4, **options}))
     profile = make_profile(model, [100, 200, 300, 400, 500, 600])
     ranks = make_ranks(profile, *[1] * num_ranks, budget_bytes=budget_bytes)
-    links = link_all(num_ranks, link or RankLink(bytes_per_s=1e9, latency_ns=7))
+    links = link_all(num_ranks, link or PeerLink(peer=0, bytes_per_s=1e9, latency_ns=7))
     cutter = make_cutter(model, ranks, links, optimizer=ADAMW)
     schedule = make_schedule(name, num_ranks)
     cuts = place_cuts(cutter, schedule, bounds)
@@ -86,8 +87,10 @@ def test_messages_within_a_rank_take_nothing():
 
 
 def test_what_messages_take_of_the_cores_is_computed():
-    _, _, costs = cut_at(0, 3, 6, link=RankLink(bytes_per_s=1e9, core_ns_per_byte=0.5))
-    _, _, free = cut_at(0, 3, 6, link=RankLink(bytes_per_s=1e9))
+    _, _, costs = cut_at(
+        0, 3, 6, link=PeerLink(peer=0, bytes_per_s=1e9, core_ns_per_byte=0.5, latency_ns=0)
+    )
+    _, _, free = cut_at(0, 3, 6, link=PeerLink(peer=0, bytes_per_s=1e9, latency_ns=0))
     for part, without in zip(costs.parts, free.parts, strict=True):
         assert part.forward_ns - without.forward_ns == 1024 // 2
         assert part.input_grad_ns - without.input_grad_ns == 1024 // 2

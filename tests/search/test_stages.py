@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse.errors import DoesNotFitError, InputError
-from packhorse.search.ranks import RankLink, RankSpec, link_all
+from packhorse.machine.cluster import link_all
+from packhorse.machine.spec import PeerLink
+from packhorse.search.ranks import RankSpec
 from packhorse.search.stages import cut_stages, make_cutter, place_cuts
 from tests.search.ranked_cases import (
     FAST,
@@ -220,7 +222,7 @@ def test_a_slow_link_takes_the_narrowest_cut():
     width = model.values["h0"].size_bytes
 
     def cut(rate):
-        links = link_all(2, RankLink(bytes_per_s=rate))
+        links = link_all(2, PeerLink(peer=0, bytes_per_s=rate, latency_ns=0))
         return cut_stages(
             make_cutter(model, ranks, links, optimizer=ADAMW), make_schedule("1f1b", 2)
         )

@@ -110,6 +110,8 @@ def judge_file(path: Path, kind: FileKind, model: Path | None) -> Verdict:
             return _judge_program(path, model)
         case "machine":
             return _judge_machine(path)
+        case "cluster":
+            return _judge_cluster(path)
         case "timeline":
             return _judge_timeline(path)
         case "recipe":
@@ -235,6 +237,37 @@ def _judge_machine(path: Path) -> Verdict:
     return Verdict(
         what=f"the machine {machine.name} ({machine.source}): {tiers}",
         checked=("format", "tiers, links and rates fit together"),
+    )
+
+
+def _judge_cluster(path: Path) -> Verdict:
+    from packhorse.machine.cluster_files import read_cluster
+    from packhorse.units import format_bytes
+
+    cluster = read_cluster(path)
+    num_hosts = len(set(cluster.hosts))
+    num_pairs = cluster.num_ranks * (cluster.num_ranks - 1)
+    device_bytes = sum(
+        tier.budget_bytes
+        for machine in cluster.ranks
+        for tier in machine.tiers
+        if tier.name == "device"
+    )
+    missing = num_pairs - len(cluster.links)
+    return Verdict(
+        what=f"the cluster {cluster.name}: {cluster.num_ranks} ranks on {num_hosts}"
+        f" host{'' if num_hosts == 1 else 's'}, device {format_bytes(device_bytes)} in all",
+        checked=(
+            "format",
+            "each machine's tiers, links and rates fit together",
+            f"{len(cluster.links)} links between ranks",
+        ),
+        warnings=(
+            (f"{missing} of the {num_pairs} ways from rank to rank have no link",)
+            if missing
+            else ()
+        ),
+        facts={"ranks": cluster.num_ranks, "hosts": num_hosts, "links": len(cluster.links)},
     )
 
 

@@ -17,6 +17,7 @@ FileKind = Literal[
     "plan",
     "program",
     "machine",
+    "cluster",
     "timeline",
     "recipe",
     "model",
@@ -30,6 +31,7 @@ _KINDS: Final[Mapping[object, FileKind]] = {
     "packhorse/plan": "plan",
     "packhorse/program": "program",
     "packhorse/machine": "machine",
+    "packhorse/cluster": "cluster",
     "packhorse/timeline": "timeline",
     "packhorse/recipe": "recipe",
     "packhorse/model": "model",
@@ -38,7 +40,9 @@ _KINDS: Final[Mapping[object, FileKind]] = {
     "packhorse/checkpoint": "checkpoint",
     "token-cache": "token cache",
 }
-_FIX: Final = "give a plan, program, machine, timeline, recipe, model, checkpoint or run folder"
+_FIX: Final = (
+    "give a plan, program, machine, cluster, timeline, recipe, model, checkpoint or run folder"
+)
 _RECIPE_KEYS: Final = frozenset({"model_name_or_path", "train_data", "output_dir"})
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packhorse.errors import DoesNotFitError, InputError
@@ -53,6 +52,7 @@ def choose_machine(
         FileFormatError: the machine file is damaged.
     """
     from packhorse.machine.budget import Budget, parse_budget, parse_memory, with_budget
+    from packhorse.machine.catalogue import load_machine
 
     budget = merge_budgets(parse_budget(choice.budget), granted or Budget())
     if choice.name is not None:
@@ -84,22 +84,6 @@ def _check_device(machine: Machine) -> None:
         fix="leave --machine out to train on this machine; `packhorse plan` plans for any machine,"
         " and `packhorse doctor` says why a GPU is not found",
     )
-
-
-def load_machine(name: str) -> Machine:
-    """Load a machine from a file, or from the catalogue.
-
-    Raises:
-        InputError: there is neither.
-        FileFormatError: the file is damaged.
-    """
-    from packhorse.machine.catalogue import load_known_machine
-    from packhorse.machine.files import read_machine
-
-    path = Path(name)
-    if path.is_file() or path.suffix in (".json", ".yaml", ".yml") or len(path.parts) > 1:
-        return read_machine(path)
-    return load_known_machine(name)
 
 
 def probe_here(

@@ -1,22 +1,40 @@
 """Machines that are known by name, for planning without having them.
 
-In: a name such as `rtx-4090`. Out: a `Machine` with `source="catalogue"`. The files lie in the
-folder `known/` beside this module; each says which data sheet figures it uses and by how much they
-were lowered to what programs reach.
+In: a name such as `rtx-4090`. Out: a `Machine` with `source="catalogue"`; or, where a path is given
+for a name, the machine of that file. The files lie in the folder `known/` beside this module; each
+says which data sheet figures it uses and by how much they were lowered to what programs reach.
 """
 
 from __future__ import annotations
 
 import difflib
 from importlib.resources import files
+from pathlib import Path
 from typing import Final
 
 from packhorse.errors import InputError
-from packhorse.machine.files import parse_machine
+from packhorse.machine.files import parse_machine, read_machine
 from packhorse.machine.spec import Machine
 
 _FOLDER: Final = "known"
 _SUFFIX: Final = ".yaml"
+
+
+def load_machine(name: str, *, folder: Path | None = None) -> Machine:
+    """Load a machine from a file, or from the catalogue.
+
+    Args:
+        folder: what paths are relative to; None for the working folder.
+
+    Raises:
+        InputError: there is neither.
+        FileFormatError: the file is damaged.
+    """
+    path = Path(name) if folder is None else folder / name
+    is_path = path.suffix in (".json", ".yaml", ".yml") or len(Path(name).parts) > 1
+    if is_path or path.is_file():
+        return read_machine(path)
+    return load_known_machine(name)
 
 
 def list_known_machines() -> tuple[str, ...]:

@@ -7,19 +7,25 @@ names the key, what was expected there, and the nearest key that exists.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
-from pathlib import Path
-from typing import Any, Final, cast
+from dataclasses import asdict
+from typing import Final, cast
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from packhorse.errors import FileFormatError, PackhorseError
+from packhorse.machine.reading import (
+    FIX,
+    FileSort,
+    check_names,
+    explain_invalid,
+    parse_body,
+    read_file,
+    write_notation,
+)
 from packhorse.machine.spec import (
     Drive,
     Emulation,
@@ -27,18 +33,18 @@ from packhorse.machine.spec import (
     Link,
     Machine,
     MatmulPoint,
+    PeerLink,
     Saving,
     Tier,
     UpdateRate,
 )
-from packhorse.notation import NotationError, parse_notation
 from packhorse.units import format_bytes
 
 KIND: Final = "packhorse/machine"
 VERSION: Final = 2
 """2 came with drives, mixed and burst rates; files of version 1 name none of them."""
 
-_FIX: Final = "write the file anew with `packhorse probe`, or correct it by hand"
+_SORT: Final = FileSort(noun="machine", kind=KIND, version=VERSION)
 _PARTS: Final[Mapping[str, type]] = {
     "tiers": Tier,
     "links": Link,
@@ -47,6 +53,7 @@ _PARTS: Final[Mapping[str, type]] = {
     "heap": Heap,
     "saving": Saving,
     "emulation": Emulation,
+    "peers": PeerLink,
 }
 _PAGE_BYTES: Final = 4096
 MOST_DRIVE_THREADS: Final = 16
@@ -63,16 +70,7 @@ def write_machine(machine: Machine, path: str | os.PathLike[str]) -> None:
     Raises:
         FileFormatError: the file cannot be written.
     """
-    target = Path(path)
-    text = format_machine(machine)
-    if target.suffix in (".yaml", ".yml"):
-        text = yaml.safe_dump(json.loads(text), sort_keys=False)
-    try:
-        target.write_text(text)
-    except OSError as error:
-        raise FileFormatError(
-            f"cannot write the machine file: {error.strerror}", where=str(target)
-        ) from error
+    write_notation(format_machine(machine), path, _SORT)
 
 
 def read_machine(path: str | os.PathLike[str]) -> Machine:
@@ -81,15 +79,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
     Raises:
         FileFormatError: the file is missing, of another kind, of a newer version, or damaged.
     """
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileFormatError(
-            f"cannot read the machine file: {getattr(error, 'strerror', None) or error}",
-            where=os.fspath(path),
-            fix="check the path; `packhorse probe` writes such a file",
-        ) from error
-    return parse_machine(text, where=os.fspath(path))
+    return parse_machine(read_file(path, _SORT), where=os.fspath(path))
 
 
 def parse_machine(text: str, *, where: str = "machine text") -> Machine:
@@ -101,20 +91,20 @@ def parse_machine(text: str, *, where: str = "machine text") -> Machine:
     Raises:
         FileFormatError: as for `read_machine`.
     """
-    try:
-        content = parse_notation(text)
-    except NotationError as error:
-        raise FileFormatError(f"the file is damaged: {error}", where=where, fix=_FIX) from error
-    if not isinstance(content, dict):
-        raise FileFormatError("this is no machine file: it holds no keys", where=where, fix=_FIX)
-    found = cast("dict[object, object]", content)  # parsed JSON or YAML: checked below
-    _check_kind(found, where)
-    body = {str(key): value for key, value in found.items() if key not in ("kind", "version")}
+    return take_machine(parse_body(text, _SORT, where), where)
+
+
+def take_machine(body: Mapping[str, object], where: str) -> Machine:
+    """Make a machine of the keys of a file, without kind and version.
+
+    Raises:
+        FileFormatError: a key is unknown, missing or ill-typed, or parts do not fit together.
+    """
     _check_keys(body, where)
     try:
         machine = TypeAdapter(Machine).validate_python(body)
     except ValidationError as error:
-        raise _explain(error, where) from error
+        raise explain_invalid(error, where) from error
     check_machine(machine, where)
     return machine
 
@@ -127,7 +117,7 @@ def check_machine(machine: Machine, where: str) -> None:
     """
 
     def refuse(what: str, key: str) -> PackhorseError:
-        return FileFormatError(what, where=f"{where}: {key}", fix=_FIX)
+        return FileFormatError(what, where=f"{where}: {key}", fix=FIX)
 
     names = [tier.name for tier in machine.tiers]
     if "device" not in names:
@@ -162,6 +152,8 @@ def check_machine(machine: Machine, where: str) -> None:
                 f"a core's time must be 0 or more, not {core_ns}",
                 f"links[{index}].core_ns_per_byte",
             )
+    for key, what in _find_peer_faults(machine):
+        raise refuse(what, key)
     for index, update in enumerate(machine.updates):
         if update.tier not in names:
             raise refuse(f"there is no tier named {update.tier}", f"updates[{index}].tier")
@@ -211,6 +203,30 @@ def check_machine(machine: Machine, where: str) -> None:
             raise refuse(what, "emulation")
 
 
+def _find_peer_faults(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Find what is wrong with the links to other ranks, as keys and sentences."""
+    seen: set[int] = set()
+    for index, link in enumerate(machine.peers):
+        place = f"peers[{index}]"
+        if link.peer < 0:
+            yield f"{place}.peer", f"ranks count from 0, so there is no rank {link.peer}"
+        if link.peer in seen:
+            yield f"{place}.peer", f"there is a second link to rank {link.peer}"
+        seen.add(link.peer)
+        for key, what in find_link_faults(link):
+            yield f"{place}.{key}", what
+
+
+def find_link_faults(link: PeerLink) -> Iterator[tuple[str, str]]:
+    """Find numbers of a link between ranks that make no sense, as keys and sentences."""
+    if not (math.isfinite(link.bytes_per_s) and link.bytes_per_s > 0):
+        yield "bytes_per_s", f"a rate must be a positive number, not {link.bytes_per_s}"
+    if link.latency_ns < 0:
+        yield "latency_ns", "a latency cannot be negative"
+    if not (math.isfinite(link.core_ns_per_byte) and link.core_ns_per_byte >= 0):
+        yield "core_ns_per_byte", f"a core's time must be 0 or more, not {link.core_ns_per_byte}"
+
+
 def _find_emulation_faults(machine: Machine, emulation: Emulation) -> Iterator[str]:
     """Find what an emulated machine lacks."""
     if machine.device != "cpu":
@@ -251,27 +267,9 @@ def _find_drive_faults(tier: Tier) -> Iterator[tuple[str, str]]:
             yield f"{place}.num_threads", f"must be 1 to {MOST_DRIVE_THREADS}"
 
 
-def _check_kind(found: Mapping[object, object], where: str) -> None:
-    kind, version = found.get("kind"), found.get("version")
-    if kind != KIND:
-        raise FileFormatError(
-            f"this is no machine file: its kind is {kind!r}, not {KIND!r}", where=where, fix=_FIX
-        )
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise FileFormatError(
-            f"the machine file has version {version!r}, not a number", where=where, fix=_FIX
-        )
-    if version > VERSION:
-        raise FileFormatError(
-            f"the machine file has version {version}; this program reads versions up to {VERSION}",
-            where=where,
-            fix="install a newer packhorse, or write the file anew with `packhorse probe`",
-        )
-
-
 def _check_keys(body: Mapping[str, object], where: str) -> None:
     """Refuse unknown keys, naming the nearest, before the types are looked at."""
-    _check_names(body, Machine, where)
+    check_names(body, Machine, where)
     for key, part in _PARTS.items():
         value = body.get(key)
         entries: list[object] = [value]
@@ -281,7 +279,7 @@ def _check_keys(body: Mapping[str, object], where: str) -> None:
             if isinstance(entry, dict):
                 place = f"{key}[{index}]" if isinstance(value, list) else key
                 names = cast("dict[str, object]", entry)  # parsed text: only its keys are read
-                _check_names(names, part, f"{where}: {place}")
+                check_names(names, part, f"{where}: {place}")
                 if part is Tier:
                     _check_drive_names(names.get("drives"), f"{where}: {place}")
 
@@ -292,30 +290,4 @@ def _check_drive_names(drives: object, where: str) -> None:
         for index, entry in enumerate(entries):
             if isinstance(entry, dict):
                 names = cast("dict[str, object]", entry)  # parsed text: only its keys are read
-                _check_names(names, Drive, f"{where}.drives[{index}]")
-
-
-def _check_names(body: Mapping[str, object], part: type, where: str) -> None:
-    known = [field.name for field in fields(part)]
-    for name in body:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-            fix = f"did you mean {near[0]!r}?" if near else f"the keys are: {', '.join(known)}"
-            raise FileFormatError(f"unknown key {name!r}", where=where, fix=fix)
-
-
-def _explain(error: ValidationError, where: str) -> FileFormatError:
-    first: Any = error.errors(include_url=False)[0]  # a TypedDict of pydantic_core, untyped here
-    place = ""
-    for part in first["loc"]:
-        place += f"[{part}]" if isinstance(part, int) else f".{part}"
-    place = place.removeprefix(".")
-    if first["type"] in ("missing", "missing_keyword_only_argument", "missing_argument"):
-        return FileFormatError(f"key {place!r} is missing", where=where, fix=_FIX)
-    message = str(first["msg"])
-    given = repr(first["input"])
-    return FileFormatError(
-        f"key {place!r}: {message[0].lower()}{message[1:]}, not {given[:80]}",
-        where=where,
-        fix=_FIX,
-    )
+                check_names(names, Drive, f"{where}.drives[{index}]")

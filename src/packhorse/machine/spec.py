@@ -74,11 +74,24 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLink:
-    """The one-way path from this rank to another one."""
+    """The one-way path from this rank to another one.
+
+    `core_ns_per_byte` is how long moving a byte keeps either end from computing, 0 where it does
+    not.
+    """
 
     peer: int
     bytes_per_s: float
     latency_ns: int
+    core_ns_per_byte: float = 0.0
+
+    def transfer_ns(self, size_bytes: int) -> int:
+        """How long a message is on its way; none at all takes nothing."""
+        return self.latency_ns + round(size_bytes * 1e9 / self.bytes_per_s) if size_bytes else 0
+
+    def core_ns(self, size_bytes: int) -> int:
+        """How long a message keeps either end from computing."""
+        return round(size_bytes * self.core_ns_per_byte)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

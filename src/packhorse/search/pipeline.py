@@ -22,6 +22,7 @@ from fractions import Fraction
 from typing import Final
 
 from packhorse.errors import DoesNotFitError, InputError
+from packhorse.machine.cluster import Links
 from packhorse.model.spec import Model
 from packhorse.plan.spec import Choice, OptimizerPlan
 from packhorse.schedule.costs import Costs, even_costs
@@ -31,7 +32,7 @@ from packhorse.schedule.proof import check_schedule
 from packhorse.schedule.searched import improve_schedule
 from packhorse.schedule.spec import Schedule
 from packhorse.schedule.timing import time_schedule
-from packhorse.search.ranks import Links, RankSpec
+from packhorse.search.ranks import RankSpec
 from packhorse.search.space import UNLIMITED_BYTES
 from packhorse.search.stage_costs import cost_stages
 from packhorse.search.stages import (

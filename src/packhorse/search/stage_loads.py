@@ -24,10 +24,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from packhorse.machine.cluster import Links, find_link
 from packhorse.schedule.holding import list_moments, stages_of
 from packhorse.schedule.spec import Schedule
 from packhorse.search.block_times import BlockTime
-from packhorse.search.ranks import Links, RankSpec, find_link
+from packhorse.search.ranks import RankSpec
 from packhorse.search.stretches import Ints, Stretches, add_up
 
 Floats = npt.NDArray[np.float64]

@@ -22,12 +22,13 @@ from itertools import pairwise
 from typing import Final
 
 from packhorse.errors import DoesNotFitError, InputError
+from packhorse.machine.cluster import Links
 from packhorse.model.spec import Model
 from packhorse.plan.spec import OptimizerPlan
 from packhorse.schedule.spec import Schedule
 from packhorse.search.block_times import BlockTime, time_blocks
 from packhorse.search.cutting import CutSearch
-from packhorse.search.ranks import Links, RankSpec
+from packhorse.search.ranks import RankSpec
 from packhorse.search.stage_loads import Loads, RankLoad
 from packhorse.search.stretches import Stretches, measure_stretches
 from packhorse.units import format_bytes
