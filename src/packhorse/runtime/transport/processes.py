@@ -8,35 +8,18 @@ waits behind one of another pair or direction; all ranks make them in the same o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final
 
 import torch.distributed as dist
 from torch import Tensor
 
 from packhorse.errors import PeerLostError
+from packhorse.runtime.transport.store import Store, find_word, leave_word
 
 WAIT: Final = timedelta(minutes=10)
-_REASON_KEY: Final = "packhorse/failed"
 
 Channel = tuple[int, int]
-
-
-class Store(Protocol):
-    """The key-value store that all ranks met at, one of `torch.distributed`'s."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key that has the expected value, or has none where that is empty."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-        ...
-
-    def get(self, key: str, /) -> bytes:
-        """The value of a key; waits for it."""
-        ...
 
 
 class ProcessTransport:
@@ -89,18 +72,15 @@ class ProcessTransport:
 
     def abort(self, reason: str) -> None:
         """Leave word of why this rank ends; others notice when its process is gone."""
-        with suppress(RuntimeError):
-            self._store.compare_set(_REASON_KEY, "", f"rank {self._rank}: {reason}")
+        leave_word(self._store, self._rank, reason)
 
     def close(self) -> None:
         """Give up the channels."""
         self._groups.clear()
 
     def _lost(self, where: str, error: RuntimeError) -> PeerLostError:
-        what = "another rank is gone"
-        with suppress(RuntimeError):
-            if self._store.check([_REASON_KEY]):
-                what = f"another rank has failed: {self._store.get(_REASON_KEY).decode()}"
+        word = find_word(self._store)
+        what = "another rank is gone" if word is None else f"another rank has failed: {word}"
         return PeerLostError(what, where=f"{where}: {str(error).partition(chr(10))[0]}")
 
 
