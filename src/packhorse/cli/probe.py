@@ -1,23 +1,35 @@
-"""`packhorse probe`: how fast are this machine's memory, disk and arithmetic?"""
+"""`packhorse probe`: how fast are this machine's memory, disk and arithmetic?
+
+Under torchrun: how fast are those of all ranks, and the links between them?
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from packhorse.cli.options import AsJson, BudgetText, MemoryText
+from packhorse.errors import PackhorseError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from packhorse.cli.screen import Screen, Tell
+    from packhorse.machine.budget import Budget
     from packhorse.machine.probe_sustained import WriteLimits
     from packhorse.machine.spec import Link, Machine, Saving, Tier
 
 _DEFAULT_OUT: Final = Path("machine.json")
+_DEFAULT_RANKS_OUT: Final = Path("cluster.json")
+# Beside writing until steady: measuring takes half a minute, and slow drives and busy cores exist.
+_HOST_WAIT: Final = timedelta(minutes=10)
 _LEAST_BYTES: Final = 1024**2
 
 
@@ -43,31 +55,106 @@ def probe(
     time_limit: Annotated[
         int, typer.Option(metavar="SECONDS", min=1, help="With --sustained: the longest it writes.")
     ] = 300,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The machine file.")] = _DEFAULT_OUT,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The machine file: machine.json, under torchrun cluster.json."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine and write machine.json."""
-    from packhorse.cli.machines import merge_budgets, probe_here
-    from packhorse.cli.outputs import check_output, write_output
+    """Measure this machine and write machine.json; under torchrun all ranks' and the links."""
     from packhorse.cli.screen import Screen
-    from packhorse.machine.budget import parse_budget, parse_memory, with_budget
+    from packhorse.machine.budget import parse_budget
+    from packhorse.runtime.transport.seats import is_seated
+
+    granted = parse_budget(budget)
+    limits = _read_limits(write_limit, time_limit) if sustained else None
+    file_bytes = None if file_size is None else _read_size("--file-size", file_size)
+    request = _Request(
+        budget=granted, memory=memory, fresh=fresh, limits=limits, file_bytes=file_bytes
+    )
+    screen = Screen(as_json=as_json)
+    if is_seated(os.environ):
+        _probe_ranks(request, out or _DEFAULT_RANKS_OUT, screen)
+    else:
+        _probe_alone(request, out or _DEFAULT_OUT, screen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What was typed."""
+
+    budget: Budget
+    memory: str | None
+    fresh: bool
+    limits: WriteLimits | None
+    file_bytes: int | None
+
+    def grant_memory(self, machine: Machine) -> Machine:
+        """Give a measured machine what `--memory` says: whether it may depends on the device."""
+        from packhorse.cli.machines import merge_budgets
+        from packhorse.machine.budget import parse_memory, with_budget
+
+        if self.memory is None:
+            return machine
+        return with_budget(machine, merge_budgets(parse_memory(self.memory, machine), self.budget))
+
+
+def _probe_ranks(request: _Request, out: Path, screen: Screen) -> None:
+    from packhorse.cli.outputs import check_output
+    from packhorse.cli.probe_ranks import RanksProbe, probe_ranks, write_cluster_file
+    from packhorse.machine.probe import probe_machine
+    from packhorse.machine.probe_links import DEFAULT_LIMIT_NS
+    from packhorse.runtime.transport.meeting import join_meeting
+    from packhorse.trainer.stop_signals import stop_at_once
+
+    def measure(threads: int, tell: Tell | None) -> Machine:
+        machine = probe_machine(
+            budget=request.budget,
+            threads=threads,
+            fresh=request.fresh,
+            sustained=request.limits,
+            file_bytes=request.file_bytes,
+            progress=tell,
+        )
+        return request.grant_memory(machine)
+
+    wait = _HOST_WAIT
+    if request.limits is not None:
+        wait += timedelta(seconds=request.limits.duration_ns / 1e9)
+    ranks = RanksProbe(measure=measure, measure_wait=wait, pair_limit_ns=DEFAULT_LIMIT_NS)
+    with stop_at_once():
+        meeting = join_meeting()
+        try:
+            if meeting.rank == 0:
+                check_output(out)
+            cluster = probe_ranks(meeting, ranks, screen)
+            if meeting.rank == 0:
+                write_cluster_file(cluster, out, screen)
+        except PackhorseError as error:
+            meeting.abort(error.what)
+            raise
+        finally:
+            meeting.close()
+
+
+def _probe_alone(request: _Request, out: Path, screen: Screen) -> None:
+    from packhorse.cli.machines import probe_here
+    from packhorse.cli.outputs import check_output, write_output
     from packhorse.machine.files import format_machine
     from packhorse.machine.probe_cache import age_ns
 
-    screen = Screen(as_json=as_json)
     check_output(out)
-    granted = parse_budget(budget)
-    limits = _read_limits(write_limit, time_limit) if sustained else None
+    limits = request.limits
     machine = probe_here(
         screen,
-        granted,
-        fresh=fresh,
+        request.budget,
+        fresh=request.fresh,
         sustained=limits,
-        file_bytes=None if file_size is None else _read_size("--file-size", file_size),
+        file_bytes=request.file_bytes,
     )
-    if memory is not None:
-        merged = merge_budgets(parse_memory(memory, machine), granted)
-        machine = with_budget(machine, merged)
+    machine = request.grant_memory(machine)
     write_output(out, format_machine(machine))
     screen.show(machine_table(machine))
     if limits is not None and all(link.burst_bytes_per_s is None for link in machine.links):

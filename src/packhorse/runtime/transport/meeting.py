@@ -36,8 +36,9 @@ WAIT: Final = timedelta(seconds=30)
 """How long the others may take to come, or to say what everybody says."""
 
 _PREFIX: Final = "packhorse/meeting"
-# Between two looks at whether another rank has failed.
-_SLICE: Final = timedelta(seconds=1)
+# Between two looks at what the others have said.
+_FIRST_PAUSE_S: Final = 0.0002
+_MOST_PAUSE_S: Final = 0.1
 _MOST_THREADS: Final = 32
 
 
@@ -152,23 +153,21 @@ class Meeting:
             dist.destroy_process_group()
 
     def _wait_for(self, keys: Sequence[str], wait: timedelta | None) -> None:
+        # The store's own wait would not notice that another rank has failed meanwhile.
         limit = wait or self._wait
         end_s = time.monotonic() + limit.total_seconds()
-        while True:
-            try:
-                self.store.wait(list(keys), min(_SLICE, limit))
-            except RuntimeError:
-                word = find_word(self.store)
-                if word is not None:
-                    raise PeerLostError(
-                        f"another rank has failed: {word}", where=f"the meeting at {self.place}"
-                    ) from None
-                if time.monotonic() < end_s:
-                    continue
-                # A store that is gone fails here too, and is no rank that is silent.
+        pause_s = _FIRST_PAUSE_S
+        while not self.store.check(list(keys)):
+            word = find_word(self.store)
+            if word is not None:
+                raise PeerLostError(
+                    f"another rank has failed: {word}", where=f"the meeting at {self.place}"
+                )
+            if time.monotonic() >= end_s:
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise self._miss(missing, limit) from None
-            return
+                raise self._miss(missing, limit)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     def _miss(self, missing: Sequence[int], limit: timedelta) -> PeerLostError:
         seconds = f"{limit.total_seconds():.0f} s"
@@ -213,9 +212,11 @@ def join_meeting(
         )
     except RuntimeError as error:
         raise PeerLostError(
-            f"rank {seat.rank} cannot reach the place where all ranks meet",
+            f"rank {seat.rank} of {seat.num_ranks} found no store to meet the others at within"
+            f" {wait.total_seconds():.0f} s",
             where=f"{seat.place}: {str(error).partition(chr(10))[0]}",
-            fix="check that the host of rank 0 can be reached from here at that address and port",
+            fix="check that the launcher runs on every host, and that this address and port can be"
+            " reached from here",
         ) from error
     meeting = Meeting(seat, cast("Store", store), socket.gethostname(), wait=wait)  # untyped
     try:

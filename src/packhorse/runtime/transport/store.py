@@ -6,7 +6,6 @@ In: one of `torch.distributed`'s stores. Out: why another rank has failed, where
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import timedelta
 from typing import Final, Protocol
 
 _REASON_KEY: Final = "packhorse/failed"
@@ -33,10 +32,6 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> None:
         """Set a key."""
-        ...
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Wait until all keys are there; a RuntimeError when they are not in time."""
         ...
 
     def delete_key(self, key: str, /) -> bool:
