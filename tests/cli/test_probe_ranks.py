@@ -8,11 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from cli_cases import run_shell
+from torch.distributed import HashStore
 
-from packhorse.cli.probe_ranks import cluster_table
+from packhorse.cli.probe_ranks import cluster_table, naming_peer
 from packhorse.cli.screen import Screen
+from packhorse.errors import PeerLostError
 from packhorse.machine.cluster_files import read_cluster
+from packhorse.runtime.transport.meeting import Attendee, Meeting
+from packhorse.runtime.transport.seats import Seat
 from packhorse.units import MIB
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +67,27 @@ def test_the_table_has_a_line_for_ranks_and_links_that_are_alike(capsys) -> None
     for words in ("0-3 big a100-80gb", "4-7 small rtx-4090", "within big"):
         assert words in shown
     assert "small -> big 1.02 GiB/s 60.0 us 0.0 %" in shown
+
+
+def test_a_peer_that_falls_silent_between_messages_is_named() -> None:
+    attendees = tuple(
+        Attendee(rank=rank, host=f"node-{rank}", address=f"10.0.0.{rank}", port=1)
+        for rank in range(2)
+    )
+    meeting = Meeting(
+        Seat(rank=0, num_ranks=2, local_rank=0, num_local=1, place="x"), HashStore(), ""
+    )
+    meeting.attendees = attendees
+    with (
+        pytest.raises(PeerLostError, match="rank 1 on host node-1") as caught,
+        naming_peer(meeting, 1),
+    ):
+        raise PeerLostError("another rank is gone", where="sending to rank 1: timed out")
+    assert caught.value.what == (
+        "no more messages between rank 0 on host node-0 (10.0.0.0) and"
+        " rank 1 on host node-1 (10.0.0.1): another rank is gone"
+    )
+    assert caught.value.where == "sending to rank 1: timed out"
 
 
 def test_an_environment_that_is_half_torchruns_is_refused(shell, monkeypatch) -> None:

@@ -8,13 +8,15 @@ between hosts, one after another.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+from packhorse.errors import PeerLostError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -107,14 +109,30 @@ def _probe_links(
         if tell is not None and at % 2 == 0:
             tell(f"messages between rank {rank} and rank {peer}", at // 2, len(pairs))
         if meeting.rank == rank:
-            rates[rank, peer] = measure_peer(
-                channels, peer, num_threads=ranks[rank].num_threads, limit_ns=limit_ns
-            )
+            with naming_peer(meeting, peer):
+                rates[rank, peer] = measure_peer(
+                    channels, peer, num_threads=ranks[rank].num_threads, limit_ns=limit_ns
+                )
         elif meeting.rank == peer:
-            serve_peer(channels, rank)
+            with naming_peer(meeting, rank):
+                serve_peer(channels, rank)
         # One pair at a time; a slow link takes longer than it was given.
         meeting.barrier(wait=4 * LINK_WAIT)
     return spread_links(meeting.hosts, parse_rates(meeting.gather(format_rates(rates))))
+
+
+@contextmanager
+def naming_peer(meeting: Meeting, peer: int) -> Generator[None]:
+    """Inside, an error about a peer says who that is, and where."""
+    try:
+        yield
+    except PeerLostError as error:
+        raise PeerLostError(
+            f"no more messages between {meeting.attendees[meeting.rank]} and"
+            f" {meeting.attendees[peer]}: {error.what}",
+            where=error.where,
+            fix="look at what that rank said last, and at the network between the two hosts",
+        ) from error
 
 
 def cluster_table(cluster: Cluster) -> RenderableType:
