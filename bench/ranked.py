@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
@@ -19,11 +19,11 @@ from torch import Tensor
 from bench.planned import KINDS, Subject, Ways, load_weights, make_plan, read_states, record_curve
 from bench.reference import Curve, Feed
 from packhorse.compiler.lower import lower_plan
-from packhorse.compiler.runs import run_pipelined
 from packhorse.errors import PeerLostError
 from packhorse.graph.parts import cut_traced
 from packhorse.graph.trace import Traced
 from packhorse.model.spec import BlockId, Model
+from packhorse.plan.spec import SCHEDULED, Choice, PipelinePlan
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.engine import Engine
 from packhorse.runtime.step_result import StepResult
@@ -45,12 +45,14 @@ class Ranked:
     proofs: Mapping[ProgramKind, tuple[Proof, ...]]
 
 
-def find_owners(model: Model, schedule: Schedule, stages: Stages) -> tuple[int, ...]:
-    """The rank of every block."""
-    rank_of = {
-        block: schedule.placement[at][0] for at, blocks in enumerate(stages) for block in blocks
-    }
-    return tuple(rank_of[block.id] for block in model.blocks)
+def plan_pipeline(schedule: Schedule, stages: Stages) -> PipelinePlan:
+    """Write down how ranks share a model, without a search."""
+    bounds = (*(blocks[0] for blocks in stages), stages[-1][-1] + 1)
+    return PipelinePlan(
+        name=Choice(value="by hand", because=""),
+        schedule=schedule,
+        bounds=Choice(value=bounds, because=""),
+    )
 
 
 def spread_blocks(model: Model, num_stages: int) -> Stages:
@@ -70,9 +72,8 @@ def lower_ranks(
     clips: bool,
 ) -> Ranked:
     """Cut, order, lower and verify; `ways` are those of the ranks, repeated."""
-    model = subject.traced.model
-    parts = cut_traced(subject.traced, find_owners(model, schedule, stages))
-    runs = run_pipelined(model, schedule, stages)
+    pipeline = plan_pipeline(schedule, stages)
+    parts = cut_traced(subject.traced, pipeline.owners)
     plans = [
         make_plan(
             part.model,
@@ -85,7 +86,7 @@ def lower_ranks(
     ]
     programs = {
         kind: tuple(
-            lower_plan(plan, part.model, kind, runs=runs)
+            lower_plan(replace(plan, order=SCHEDULED, pipeline=pipeline), part.model, kind)
             for plan, part in zip(plans, parts, strict=True)
         )
         for kind in KINDS

@@ -90,7 +90,7 @@ def test_scalars_and_numerics():
         ({"chunk_bytes": "big"}, ["'big'", "16MiB"]),
         ({"chunk_bytes": 0}, ["above 0"]),
         ({"loss_chunk_tokens": "half"}, ["'half'", "whole"]),
-        ({"schedule": "zb-v"}, ["'schedule'"]),
+        ({"schedule": "zb-w"}, ["'zb-w'", "file.py:function"]),
     ],
 )
 def test_refused(content, words):

@@ -36,10 +36,12 @@ from packhorse.plan.spec import (
     Numerics,
     OptimizerPlan,
     Order,
+    PipelinePlan,
     Plan,
     TiedSum,
 )
 from packhorse.program.buffers import TierName
+from packhorse.schedule.spec import Schedule
 
 INPUT_IDS = ValueId("input_ids")
 LABELS = ValueId("labels")
@@ -371,3 +373,12 @@ def _turn(options: str | Sequence[str], index: int):
 
 def _choice(value):
     return Choice(value=value, because="a test")
+
+
+def make_pipeline(schedule: Schedule, bounds: Sequence[int]) -> PipelinePlan:
+    """Cut a model at blocks for the stages of a schedule."""
+    return PipelinePlan(
+        name=Choice(value="by hand", because=""),
+        schedule=schedule,
+        bounds=Choice(value=tuple(bounds), because=""),
+    )

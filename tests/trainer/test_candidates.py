@@ -17,7 +17,8 @@ from packhorse.graph.trace import Traced
 from packhorse.machine.contention import CoreClocks
 from packhorse.machine.spec import Machine
 from packhorse.profile.analytic import estimate_profile
-from packhorse.profile.measure import Measurement, measure_profile, scale_profile
+from packhorse.profile.measure import Measurement, measure_profile
+from packhorse.profile.scaling import scale_profile
 from packhorse.trainer import candidates
 from packhorse.trainer.candidates import (
     BLOCK_RUN_BYTES,

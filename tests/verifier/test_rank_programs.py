@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from edits import with_tasks
-from models import make_model, make_plan
+from models import make_model, make_pipeline, make_plan
 
 from packhorse.compiler.lower import lower_plan
-from packhorse.compiler.runs import run_pipelined
 from packhorse.errors import RuleError
 from packhorse.model.parts import cut_model
-from packhorse.model.spec import BlockId, Model
+from packhorse.model.spec import Model
+from packhorse.plan.spec import SCHEDULED
 from packhorse.program.program import Program
 from packhorse.program.tasks import (
     Free,
@@ -62,18 +63,15 @@ def make_ranks(
     schedule = make_named(family, num_ranks, NUM_MICROBATCHES, even_costs(num_ranks))
     num_stages = schedule.num_stages
     bounds = [len(model.blocks) * at // num_stages for at in range(num_stages + 1)]
-    stages = [[BlockId(block) for block in range(first, last)] for first, last in pairwise(bounds)]
-    owners = [schedule.placement[at][0] for at, blocks in enumerate(stages) for _ in blocks]
-    runs = run_pipelined(model, schedule, stages)
-    parts = list(cut_model(model, owners))
-    return parts, [
-        lower_plan(
-            make_plan(part, num_microbatches=NUM_MICROBATCHES, tied_sum="per_step", **PLANS[plan]),
-            part,
-            kind,
-            runs=runs,
-        )
+    pipeline = make_pipeline(schedule, bounds)
+    parts = list(cut_model(model, pipeline.owners))
+    plans = [
+        make_plan(part, num_microbatches=NUM_MICROBATCHES, tied_sum="per_step", **PLANS[plan])
         for part in parts
+    ]
+    return parts, [
+        lower_plan(replace(planned, order=SCHEDULED, pipeline=pipeline), part, kind)
+        for planned, part in zip(plans, parts, strict=True)
     ]
 
 

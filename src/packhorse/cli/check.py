@@ -106,6 +106,8 @@ def judge_file(path: Path, kind: FileKind, model: Path | None) -> Verdict:
     match kind:
         case "plan":
             return _judge_plan(path, model)
+        case "rank plans":
+            return _judge_rank_plans(path, model)
         case "program":
             return _judge_program(path, model)
         case "machine":
@@ -186,6 +188,34 @@ def _judge_plan(path: Path, model_path: Path | None) -> Verdict:
             *(f"{kind} program of {count} tasks: every rule" for kind, count in tasks.items()),
         ),
         facts={"tasks": tasks, "rules": list(_rule_names())},
+    )
+
+
+def _judge_rank_plans(path: Path, model_path: Path | None) -> Verdict:
+    from packhorse.cli.companions import read_plan_model
+    from packhorse.compiler.ranks import cut_stages, lower_ranks
+    from packhorse.plan.identity import check_plan
+    from packhorse.plan.rank_files import read_rank_plans
+    from packhorse.verifier.joint import verify_ranks
+
+    plans = read_rank_plans(path)
+    parts = cut_stages(plans.pipeline, read_plan_model(path, model_path))
+    for plan, part in zip(plans.ranks, parts, strict=True):
+        check_plan(plan, part)
+    tasks: dict[str, int] = {}
+    for kind, programs in lower_ranks(plans.ranks, parts).items():
+        verify_ranks(programs, parts)
+        tasks[kind] = sum(len(program.tasks) for program in programs)
+    schedule = plans.pipeline.schedule
+    return Verdict(
+        what=f"plans of {plans.ranks[0].model_name} for {len(plans.ranks)} ranks:"
+        f" {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches",
+        checked=(
+            "format",
+            "each rank's plan belongs to its part of the model",
+            *(f"{kind} programs of {n} tasks: every rule, together" for kind, n in tasks.items()),
+        ),
+        facts={"ranks": len(plans.ranks), "tasks": tasks, "rules": list(_rule_names())},
     )
 
 

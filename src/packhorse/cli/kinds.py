@@ -15,6 +15,7 @@ from packhorse.notation import NotationError, parse_notation
 
 FileKind = Literal[
     "plan",
+    "rank plans",
     "program",
     "machine",
     "cluster",
@@ -29,6 +30,7 @@ FileKind = Literal[
 ]
 _KINDS: Final[Mapping[object, FileKind]] = {
     "packhorse/plan": "plan",
+    "packhorse/rank-plans": "rank plans",
     "packhorse/program": "program",
     "packhorse/machine": "machine",
     "packhorse/cluster": "cluster",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packhorse.errors import DoesNotFitError, InputError
@@ -18,6 +19,7 @@ from packhorse.units import format_exact_bytes
 if TYPE_CHECKING:
     from packhorse.cli.screen import Screen
     from packhorse.machine.budget import Budget
+    from packhorse.machine.cluster import Cluster
     from packhorse.machine.probe_sustained import WriteLimits
     from packhorse.machine.spec import Machine
 
@@ -70,6 +72,38 @@ def choose_machine(
     # Whether --memory is allowed depends on the machine, so it is probed first.
     machine = probe_here(screen, replace(budget, device_bytes=None), threads=threads)
     return with_budget(machine, parse_memory(choice.memory, machine))
+
+
+def find_cluster(
+    choice: MachineChoice, *, granted: Budget | None = None, threads: int | None = None
+) -> Cluster | None:
+    """Give the machines of several ranks, where a file of them is named; else None.
+
+    Budgets that were typed or that the recipe grants are each rank's.
+
+    Raises:
+        InputError: a budget is wrong or more than there is.
+        FileFormatError: the file is damaged.
+    """
+    from packhorse.cli.kinds import detect_kind
+    from packhorse.machine.budget import Budget, parse_budget, parse_memory, with_budget
+    from packhorse.machine.cluster_files import read_cluster
+
+    if choice.name is None or not Path(choice.name).is_file():
+        return None
+    if detect_kind(Path(choice.name)) != "cluster":
+        return None
+    cluster = read_cluster(choice.name)
+
+    def grant(machine: Machine) -> Machine:
+        budget = merge_budgets(parse_budget(choice.budget), granted or Budget())
+        if choice.memory is not None:
+            budget = merge_budgets(parse_memory(choice.memory, machine), budget)
+        if threads is not None:
+            machine = replace(machine, num_threads=threads)
+        return machine if budget == Budget() else with_budget(machine, budget)
+
+    return replace(cluster, ranks=tuple(map(grant, cluster.ranks)))
 
 
 def _check_device(machine: Machine) -> None:

@@ -35,11 +35,13 @@ def make_plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits; write plan.json."""
-    from packhorse.cli.machines import MachineChoice, advise_as_typed, choose_machine
+    from packhorse.cli.machines import MachineChoice, advise_as_typed, choose_machine, find_cluster
     from packhorse.cli.outputs import check_output
     from packhorse.cli.planning import advise, load_libraries, plan_recipe, write_planned
+    from packhorse.cli.rank_planning import plan_rank_recipe
     from packhorse.cli.screen import Screen
     from packhorse.report.explain import explanation_as_dict, plan_table
+    from packhorse.report.rank_plans import rank_plans_as_dict, rank_plans_table
     from packhorse.trainer.recipe_files import load_recipe
 
     screen = Screen(as_json=as_json)
@@ -49,30 +51,37 @@ def make_plan(
         screen.warn(warning)
     baseline_bytes = load_libraries(screen) if machine is None else None
     choice = MachineChoice(name=machine, budget=budget, memory=memory)
-    chosen = choose_machine(
-        choice,
-        screen,
-        granted=loaded.recipe.granted,
-        threads=loaded.recipe.pins.num_threads,
-    )
+    granted, threads = loaded.recipe.granted, loaded.recipe.pins.num_threads
+    cluster = find_cluster(choice, granted=granted, threads=threads)
     with advise_as_typed(choice):
-        planned = plan_recipe(
-            loaded.recipe,
-            chosen,
-            screen,
-            measure=machine is None,
-            baseline_bytes=baseline_bytes,
-        )
+        if cluster is not None:
+            planned = plan_rank_recipe(loaded.recipe, cluster, screen, measure=False)
+        else:
+            planned = plan_recipe(
+                loaded.recipe,
+                choose_machine(choice, screen, granted=granted, threads=threads),
+                screen,
+                measure=machine is None,
+                baseline_bytes=baseline_bytes,
+            )
     for note in planned.notes:
         screen.note(note)
     written = write_planned(planned, out)
-    screen.show(plan_table(planned.plan, planned.run))
+    joint = planned.joint
+    if joint is None:
+        screen.show(plan_table(planned.plan, planned.run))
+    else:
+        screen.show(rank_plans_table(joint.plans, planned.run))
     screen.wrote(*written)
     screen.note(
         f"{out.name} was made from the files beside it: `packhorse explain {out}` says why,"
         f" `packhorse train {recipe} --plan {out}` trains by it"
     )
     if not as_json:
+        return
+    if joint is not None:
+        explained = rank_plans_as_dict(joint.plans, planned.run)
+        screen.answer({"files": [str(path) for path in written], **explained})
         return
     advice = advise(planned.plan, planned.traced.model, planned.profile, planned.machine)
     screen.answer(

@@ -16,20 +16,40 @@ from packhorse.units import format_bytes
 if TYPE_CHECKING:
     from packhorse.cli.screen import Screen
     from packhorse.graph.trace import Traced
+    from packhorse.machine.cluster import Cluster
     from packhorse.machine.spec import Machine, TierName
     from packhorse.model.spec import Model
+    from packhorse.plan.ranks import RankPlans
     from packhorse.plan.spec import Plan
     from packhorse.profile.spec import Profile
     from packhorse.report.explain import Advice
     from packhorse.report.run import RunEstimate
+    from packhorse.timeline.spec import Timeline
     from packhorse.trainer.preparation import PreparedRun
     from packhorse.trainer.recipe import Recipe
     from packhorse.trainer.run_data import RunData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """What one rank's plan has in common with those of the others.
+
+    `whole` is the model of all ranks; `timelines` are their steps as predicted, on one clock.
+    """
+
+    plans: RankPlans
+    cluster: Cluster
+    whole: Traced
+    timelines: tuple[Timeline, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan, what it was made from, and what lies beside it; `notes` is what was not measured."""
+    """A plan, what it was made from, and what lies beside it; `notes` is what was not measured.
+
+    With `joint` it is the plan of the first of several ranks, `traced` is its part of the model,
+    and `run` is the run of all.
+    """
 
     prepared: PreparedRun
     traced: Traced
@@ -38,6 +58,12 @@ class Planned:
     machine: Machine
     run: RunEstimate
     notes: tuple[str, ...]
+    joint: Joint | None = None
+
+    @property
+    def whole(self) -> Traced:
+        """The whole traced model."""
+        return self.traced if self.joint is None else self.joint.whole
 
 
 def load_libraries(screen: Screen) -> int:
@@ -86,7 +112,7 @@ def plan_recipe(
             baseline_bytes=None if machine.emulation else baseline_bytes,
             progress=progress,
         )
-        _warn_of_busy_times(screen, candidates.entries[0].profile)
+        warn_of_busy_times(screen, candidates.entries[0].profile)
         progress("searching for the fastest plan that fits", 0, None)
         pins = recipe.pins
         plan = find_plan(
@@ -171,7 +197,7 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
     if profile is None or not fits_model(profile, traced.model):
         profile = estimate_profile(traced.model, machine)
         notes = ("the plan has no profile beside it: times are estimated from the machine's rates",)
-    _warn_of_busy_times(screen, profile)
+    warn_of_busy_times(screen, profile)
     plan = replace(plan, prediction=predict_plan(plan, traced.model, profile, machine))
     plan = _fit_budgets(plan, machine, path)
     prove_plan(plan, traced.model)
@@ -194,7 +220,8 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
     )
 
 
-def _warn_of_busy_times(screen: Screen, profile: Profile) -> None:
+def warn_of_busy_times(screen: Screen, profile: Profile) -> None:
+    """Say that the times of the blocks were measured while others computed here."""
     from packhorse.cli.machines import warn_of_busy
 
     warn_of_busy(
@@ -248,6 +275,7 @@ def estimate_recipe(
     profile: Profile,
     *,
     planning_ns: int,
+    batch_ns: int | None = None,
 ) -> RunEstimate:
     """Estimate the whole run of a recipe under a plan.
 
@@ -255,6 +283,7 @@ def estimate_recipe(
         plan: a plan that has a prediction.
         model: traced as the plan says; its profile and the machine give the time of evaluations.
         planning_ns: what tracing took; it comes again before the first step.
+        batch_ns: what evaluating a batch takes, where that is known.
     """
     from packhorse.report.run import estimate_run
     from packhorse.search.prediction import predict_evaluation_ns
@@ -274,7 +303,8 @@ def estimate_recipe(
     evaluation_ns = 0
     if data.evaluation is not None:
         count = plan.numerics.num_microbatches
-        batch_ns = predict_evaluation_ns(plan, model, profile, machine, count)
+        if batch_ns is None:
+            batch_ns = predict_evaluation_ns(plan, model, profile, machine, count)
         evaluation_ns = data.evaluation.steps_per_epoch * batch_ns
     run = estimate_run(
         plan,
@@ -330,16 +360,21 @@ def write_planned(planned: Planned, path: Path) -> tuple[Path, ...]:
     """Write a plan with its model, machine, profile and run beside it."""
     from packhorse.cli.companions import companion_path
     from packhorse.cli.outputs import write_output
+    from packhorse.machine.cluster_files import format_cluster
     from packhorse.machine.files import format_machine
     from packhorse.model.files import format_model
     from packhorse.plan.files import format_plan
+    from packhorse.plan.rank_files import format_rank_plans
     from packhorse.profile.files import format_profile
     from packhorse.report.run_files import format_run
 
+    joint = planned.joint
+    plan = format_plan(planned.plan) if joint is None else format_rank_plans(joint.plans)
+    machine = format_machine(planned.machine) if joint is None else format_cluster(joint.cluster)
     return (
-        write_output(path, format_plan(planned.plan)),
-        write_output(companion_path(path, "model"), format_model(planned.traced.model)),
-        write_output(companion_path(path, "machine"), format_machine(planned.machine)),
+        write_output(path, plan),
+        write_output(companion_path(path, "model"), format_model(planned.whole.model)),
+        write_output(companion_path(path, "machine"), machine),
         write_output(companion_path(path, "profile"), format_profile(planned.profile)),
         write_output(companion_path(path, "run"), format_run(planned.run)),
     )

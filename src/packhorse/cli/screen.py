@@ -30,16 +30,17 @@ Tell = Callable[[str, int, int | None], None]
 
 
 class Screen:
-    """The two streams of one command."""
+    """The two streams of one command; a muted one says nothing, for ranks beside the first."""
 
-    def __init__(self, *, as_json: bool = False) -> None:
+    def __init__(self, *, as_json: bool = False, muted: bool = False) -> None:
         self.as_json = as_json
-        self.out = _make_console(stderr=False)
-        self.err = _make_console(stderr=True)
+        self.muted = muted
+        self.out = _make_console(stderr=False, quiet=muted)
+        self.err = _make_console(stderr=True, quiet=muted)
 
     def show(self, *parts: RenderableType) -> None:
         """Print results for people; nothing with `--json`. Files get no spaces at line ends."""
-        if self.as_json:
+        if self.as_json or self.muted:
             return
         for part in parts:
             if self.out.is_terminal:
@@ -52,12 +53,12 @@ class Screen:
 
     def show_text(self, text: str) -> None:
         """Print a text as it is, however wide; nothing with `--json`."""
-        if not self.as_json:
+        if not self.as_json and not self.muted:
             sys.stdout.write(text)
 
     def answer(self, document: Mapping[str, object]) -> None:
         """Print the result for programs; nothing without `--json`."""
-        if self.as_json:
+        if self.as_json and not self.muted:
             sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
     def note(self, text: str) -> None:
@@ -130,9 +131,9 @@ def _lines_of(console: Console, title: str) -> Tell:
     return tell
 
 
-def _make_console(*, stderr: bool) -> Console:
+def _make_console(*, stderr: bool, quiet: bool) -> Console:
     # What is printed are texts of files and people: never markup, never guessed colours.
-    return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
+    return Console(stderr=stderr, markup=False, emoji=False, highlight=False, quiet=quiet)
 
 
 def _make_progress(console: Console) -> Progress:

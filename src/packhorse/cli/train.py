@@ -22,17 +22,17 @@ from packhorse.cli.options import (
 from packhorse.errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    from pydantic import JsonValue
-
     from packhorse.cli.machines import MachineChoice
     from packhorse.cli.planning import Planned
     from packhorse.cli.screen import Screen
     from packhorse.cli.training_screen import Summary
     from packhorse.machine.spec import Machine
+    from packhorse.plan.ranks import RankPlans
     from packhorse.plan.spec import Plan
     from packhorse.program.program import Program
     from packhorse.runtime.emulation import Pace
     from packhorse.timeline.spec import Timeline
+    from packhorse.trainer.crew import Crew
     from packhorse.trainer.recipe import Recipe
     from packhorse.trainer.run_folder import Resume
 
@@ -62,31 +62,49 @@ def train_recipe(
 ) -> None:
     """Train a model by a recipe."""
     from packhorse.cli.drift import watch_drift
+    from packhorse.cli.earlier_plans import read_earlier
     from packhorse.cli.machines import MachineChoice, advise_as_typed, choose_machine
     from packhorse.cli.measured_steps import read_measured_steps
     from packhorse.cli.planning import load_libraries
     from packhorse.cli.screen import Screen
+    from packhorse.cli.seats import find_seat
+    from packhorse.cli.train_ranks import TrainRequest, train_seated
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.compiler.lower import lower_plan
+    from packhorse.plan.ranks import RankPlans
     from packhorse.report.explain import plan_table
     from packhorse.runtime.scratch import find_scratch
     from packhorse.trainer.recipe_files import load_recipe
     from packhorse.trainer.run_folder import StartFresh, claim_run, find_beginning, read_resume
     from packhorse.trainer.stop_signals import stop_at_once
 
-    screen = Screen(as_json=as_json)
+    seat = find_seat()
+    screen = Screen(as_json=as_json, muted=seat is not None and seat.rank > 0)
     loaded = load_recipe(recipe, settings or ())
     for warning in loaded.warnings:
         screen.warn(warning)
     beginning = read_resume(
         True if resume == NEWEST else resume, loaded.recipe.resume_from_checkpoint
     )
+    choice = MachineChoice(name=machine, budget=budget, memory=memory)
+    go_on = _spell_resume(recipe, choice, settings or ())
+    if seat is not None:
+        request = TrainRequest(
+            path=recipe,
+            loaded=loaded,
+            plan=plan,
+            beginning=beginning,
+            choice=choice,
+            audit=audit,
+            go_on=go_on,
+        )
+        train_seated(request, screen)
+        return
     # A refusal should not come after minutes of planning.
     if loaded.recipe.run_folder.is_dir():
         claim_run(loaded.recipe.run_folder).close()
     if isinstance(beginning, StartFresh):
         find_beginning(loaded.recipe.run_folder, beginning)
-    choice = MachineChoice(name=machine, budget=budget, memory=memory)
     with stop_at_once(), advise_as_typed(choice):
         baseline_bytes = load_libraries(screen)
         chosen = choose_machine(
@@ -105,9 +123,10 @@ def train_recipe(
         for note in planned.notes:
             screen.note(note)
         so_far = None
-        if not isinstance(beginning, StartFresh):
+        earlier = None if isinstance(beginning, StartFresh) else read_earlier(loaded.recipe)
+        if earlier is not None and not isinstance(earlier, RankPlans):
             so_far = read_measured_steps(
-                loaded.recipe.run_folder, planned.plan, _earlier_plan(loaded.recipe), planned.run
+                loaded.recipe.run_folder, planned.plan, earlier, planned.run
             )
         screen.show(plan_table(planned.plan, planned.run, so_far), "")
         program = lower_plan(planned.plan, planned.traced.model, "train_step")
@@ -117,12 +136,12 @@ def train_recipe(
         del program
         # Traced graphs refer to themselves: those that were not chosen must go before training.
         gc.collect()
-    summary = _run(
+    summary = run_planned(
         planned,
         predicted,
         beginning,
         screen,
-        go_on=_spell_resume(recipe, choice, settings or ()),
+        go_on=go_on,
         watch=watch,
         baseline_bytes=baseline_bytes,
         audit=audit,
@@ -143,13 +162,18 @@ def _settle_plan(
     baseline_bytes: int,
 ) -> Planned:
     """Take the plan that was named, or that of the run that is resumed, or make one."""
+    from packhorse.cli.earlier_plans import read_earlier
     from packhorse.cli.planning import plan_recipe, take_plan
     from packhorse.plan.files import PLAN_NAME, read_plan
+    from packhorse.plan.ranks import RankPlans
     from packhorse.trainer.run_folder import StartFresh
 
     if path is not None:
         return take_plan(recipe, machine, read_plan(path), path, screen)
-    plan = None if isinstance(beginning, StartFresh) else _earlier_plan(recipe)
+    plan = None if isinstance(beginning, StartFresh) else read_earlier(recipe)
+    if isinstance(plan, RankPlans):
+        screen.note(f"the run so far had {len(plan.ranks)} ranks: a plan for one is made")
+        return _plan_again(recipe, machine, plan, screen, baseline_bytes)
     if plan is not None:
         earlier = recipe.run_folder / PLAN_NAME
         try:
@@ -163,42 +187,24 @@ def _settle_plan(
     return plan_recipe(recipe, machine, screen, baseline_bytes=baseline_bytes)
 
 
-def _earlier_plan(recipe: Recipe) -> Plan | None:
-    """The plan in the run folder, by which its steps so far were made."""
-    from packhorse.plan.files import PLAN_NAME, read_plan
-
-    path = recipe.run_folder / PLAN_NAME
-    return read_plan(path) if path.is_file() else None
-
-
 def _plan_again(
-    recipe: Recipe, machine: Machine, earlier: Plan, screen: Screen, baseline_bytes: int
+    recipe: Recipe,
+    machine: Machine,
+    earlier: Plan | RankPlans,
+    screen: Screen,
+    baseline_bytes: int,
 ) -> Planned:
-    """Plan with the numerics of an earlier plan, so that its curve goes on in the same bits.
-
-    What the recipe itself pins stays as it is.
-    """
+    """Plan with the numerics of an earlier plan, so that its curve goes on in the same bits."""
+    from packhorse.cli.earlier_plans import pin_numerics
     from packhorse.cli.planning import plan_recipe
-    from packhorse.plan.pins import WHOLE
 
-    numerics = earlier.numerics
-    pins: dict[str, JsonValue] = {
-        "microbatch_rows": numerics.microbatch_rows.value,
-        "loss_chunk_tokens": numerics.loss_chunk_tokens.value or WHOLE,
-        "num_threads": numerics.num_threads,
-    }
-    if recipe.bf16 == "auto":
-        pins["compute_dtype"] = numerics.compute_dtype
-    own = set(recipe.pins.names)
-    pins = {name: value for name, value in pins.items() if name not in own}
-    pinned = recipe.model_copy(update={"plan": pins | recipe.plan})
-    threads = pinned.pins.num_threads or machine.num_threads
-    machine = replace(machine, num_threads=threads)
+    pinned, threads = pin_numerics(recipe, earlier)
+    machine = replace(machine, num_threads=threads or machine.num_threads)
     try:
         return plan_recipe(pinned, machine, screen, baseline_bytes=baseline_bytes)
     except DoesNotFitError:
         screen.warn(
-            f"micro-batches of {numerics.microbatch_rows.value} rows no longer fit: others"
+            f"micro-batches of {pinned.pins.microbatch_rows} rows no longer fit: others"
             " are taken, and the curve goes on with other roundings"
         )
         return plan_recipe(recipe, machine, screen, baseline_bytes=baseline_bytes)
@@ -238,7 +244,7 @@ def _find_pace(planned: Planned) -> Pace | None:
     return durations_ns
 
 
-def _run(
+def run_planned(
     planned: Planned,
     predicted: Timeline,
     beginning: Resume,
@@ -248,11 +254,14 @@ def _run(
     watch: Callable[[Timeline], str | None],
     baseline_bytes: int,
     audit: bool,
+    crew: Crew | None = None,
 ) -> Summary:
+    """Train by a plan, with a person watching; of several ranks this is the first."""
     from packhorse.cli.training_screen import TrainingScreen
+    from packhorse.trainer.crew import ALONE
     from packhorse.trainer.training import train
 
-    plan, recipe = planned.plan, planned.prepared.recipe
+    plan, recipe, joint = planned.plan, planned.prepared.recipe, planned.joint
     with TrainingScreen(
         screen.err if screen.as_json else screen.out,
         predicted_ns=plan.prediction.step_ns if plan.prediction else None,
@@ -263,9 +272,9 @@ def _run(
     ) as watcher:
         train(
             planned.prepared,
-            plan=plan,
-            machine=planned.machine,
-            traced=planned.traced,
+            plan=plan if joint is None else joint.plans,
+            machine=planned.machine if joint is None else joint.cluster,
+            traced=planned.whole,
             predicted=predicted,
             resume=beginning,
             observer=watcher,
@@ -274,6 +283,7 @@ def _run(
             pace=_find_pace(planned),
             audit=audit,
             go_on=go_on,
+            crew=crew or ALONE,
         )
     return watcher.summary
 
@@ -299,6 +309,6 @@ def _write_companions(planned: Planned, folder: Path) -> None:
     from packhorse.report.run_files import format_run
 
     plan = folder / PLAN_NAME
-    write_output(companion_path(plan, "model"), format_model(planned.traced.model))
+    write_output(companion_path(plan, "model"), format_model(planned.whole.model))
     write_output(companion_path(plan, "profile"), format_profile(planned.profile))
     write_output(companion_path(plan, "run"), format_run(planned.run))

@@ -42,11 +42,11 @@ from packhorse.compiler.passes.updates import (
     takes_norm_to_host,
 )
 from packhorse.compiler.replay import replay_pools
-from packhorse.compiler.runs import Runs, run_alone, run_forward
+from packhorse.compiler.runs import Runs, run_alone, run_forward, run_pipelined
 from packhorse.errors import InputError, RefusedError
 from packhorse.model.parts import whole_of
 from packhorse.model.spec import Model
-from packhorse.plan.spec import Plan
+from packhorse.plan.spec import PipelinePlan, Plan
 from packhorse.program.buffers import Buffer, BufferId, Layout
 from packhorse.program.program import Program, ProgramKind
 from packhorse.program.tasks import Task, reads_of, writes_of
@@ -95,8 +95,8 @@ class Lowerer:
 
     Args:
         model: traced at the plans' micro-batch shape; or the part of it that one rank computes.
-        runs: of a training step of all ranks, where there are several; alone, a rank runs in the
-            order that a plan says.
+        runs: of a training step, of all ranks where there are several; without them the order is
+            the one that a plan says.
     """
 
     def __init__(self, model: Model, runs: Runs = ()) -> None:
@@ -106,6 +106,8 @@ class Lowerer:
         self._orders: OrderedDict[object, _Ordered] = OrderedDict()
         self._transients: dict[object, Mapping[BufferId, Buffer]] = {}
         self._heap_bytes: dict[object, int] = {}
+        # Held with what they were made from, so that no other one can come to the same id.
+        self._pipelined: dict[int, tuple[PipelinePlan, Runs]] = {}
 
     def lower(
         self, plan: Plan, kind: ProgramKind, *, eval_microbatches: int | None = None
@@ -208,6 +210,7 @@ class Lowerer:
             plan.numerics.num_microbatches,
             plan.numerics.tied_sum,
             plan.order.value,
+            id(plan.pipeline),
             plan.boundaries.value,
             plan.offload.value,
             plan.heap.value,
@@ -225,7 +228,7 @@ class Lowerer:
         tasks = order_train_step(
             self._model,
             layout,
-            self._runs or run_alone(self._model, count, plan.order.value),
+            self._runs or self._run(plan),
             recomputed=[
                 block.id
                 for block, planned in zip(self._model.blocks, plan.blocks, strict=True)
@@ -238,6 +241,15 @@ class Lowerer:
             tasks, layout, plan.optimizer, place_updates(plan), find_norm_exchange(self._model)
         )
         return self._keep_order(key, plan, layout, tasks, count)
+
+    def _run(self, plan: Plan) -> Runs:
+        if plan.pipeline is None:
+            return run_alone(self._model, plan.numerics.num_microbatches, plan.order.value)
+        key = id(plan.pipeline)
+        if key not in self._pipelined:
+            runs = run_pipelined(whole_of(self._model), plan.pipeline)
+            self._pipelined[key] = plan.pipeline, runs
+        return self._pipelined[key][1]
 
     def _evaluation_key(self, plan: Plan, layout: Layout, count: int) -> object:
         together = _num_together(plan)

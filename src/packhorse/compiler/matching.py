@@ -5,11 +5,11 @@ In: a plan and a model. Out: nothing, or an error that names what is in the way.
 
 from __future__ import annotations
 
-from packhorse.errors import RefusedError
+from packhorse.errors import MismatchError, RefusedError
 from packhorse.model.parts import find_shared
 from packhorse.model.spec import Model
 from packhorse.plan.identity import check_plan
-from packhorse.plan.spec import ChunkPlan, Plan
+from packhorse.plan.spec import ChunkPlan, PipelinePlan, Plan
 from packhorse.program.buffers import TierName
 
 _REMAKE = "make a plan for this model and this batch"
@@ -66,6 +66,14 @@ def _check_numerics(plan: Plan) -> None:
 
 
 def _check_order(plan: Plan, model: Model) -> None:
+    if plan.pipeline is not None:
+        _check_part(plan.pipeline, model)
+    elif plan.order.value == "scheduled":
+        raise RefusedError(
+            "the plan's order is that of a schedule, and it has none",
+            where="plan.order",
+            fix="set order: depth_first, or make the plan again for several ranks",
+        )
     if model.part is not None:
         _check_shared(plan, model)
         return
@@ -80,6 +88,19 @@ def _check_order(plan: Plan, model: Model) -> None:
             fix="set order: depth_first, or numerics.tied_sum: per_step (other numbers in the last "
             "bits)",
         )
+
+
+def _check_part(pipeline: PipelinePlan, model: Model) -> None:
+    owners = None if model.part is None else model.part.owners
+    if owners == pipeline.owners:
+        return
+    planned = ", ".join(map(str, pipeline.bounds.value))
+    raise MismatchError(
+        f"the plan cuts the model into stages at blocks {planned}, and this"
+        + (" is the whole model" if owners is None else " part is of another cut"),
+        where=f"model {model.name}",
+        fix="cut the model as the plan says",
+    )
 
 
 def _check_shared(plan: Plan, model: Model) -> None:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from packhorse.model.spec import Block, BlockId, Model
-from packhorse.plan.spec import Order
+from packhorse.plan.spec import Order, PipelinePlan
 from packhorse.schedule.messages import order_tasks
-from packhorse.schedule.spec import Backward, Forward, InputGrad, Schedule, WeightGrad
+from packhorse.schedule.spec import Backward, Forward, InputGrad, WeightGrad
 
 Direction = Literal["forward", "backward", "input_grad", "weight_grad"]
 
@@ -67,6 +67,8 @@ def run_alone(model: Model, num_microbatches: int, order: Order) -> tuple[Run, .
                 ),
                 *_backwards(model.blocks[-2::-1], everything),
             )
+        case "scheduled":
+            raise ValueError("a schedule gives the order of several ranks, not of one alone")
         case _:
             assert_never(order)
 
@@ -80,18 +82,12 @@ def run_forward(model: Model, num_microbatches: int, *, num_together: int = 1) -
     )
 
 
-def run_pipelined(
-    model: Model, schedule: Schedule, stages: Sequence[Sequence[BlockId]]
-) -> tuple[Run, ...]:
-    """Order a training step of many ranks.
-
-    Args:
-        schedule: which rank runs which stage when.
-        stages: the blocks of each stage, in order.
-    """
+def run_pipelined(model: Model, pipeline: PipelinePlan) -> tuple[Run, ...]:
+    """Order a training step of all the ranks that share a model, the whole of it."""
     runs: list[Run] = []
-    for _, task in order_tasks(schedule):
-        blocks = [model.blocks[block] for block in stages[task.stage]]
+    stages = [[model.blocks[block] for block in blocks] for blocks in pipeline.stages]
+    for _, task in order_tasks(pipeline.schedule):
+        blocks = stages[task.stage]
         match task:
             case Forward():
                 runs += _forwards(model, [task.microbatch], blocks)

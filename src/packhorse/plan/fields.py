@@ -94,6 +94,9 @@ class Fields:
             self._refuse(key, value, "a number of at least 0")
         return float(value)
 
+    def counts(self, key: str) -> tuple[int, ...]:
+        return tuple(self._as_count(key, item, 0) for item in self._list(key))
+
     def size(self, key: str) -> int:
         return self._as_size(key, self._take(key))
 
@@ -128,6 +131,19 @@ class Fields:
         if value is False or value == "off":
             return Choice(value="off", because=because)
         return Choice(value=self._as_count(key, value, 1), because=because)
+
+    def choice_of_counts(self, key: str) -> Choice[tuple[int, ...]]:
+        value, because = self._choice(key)
+        items = as_list(value)
+        if not items:
+            self._refuse(key, value, "a list of whole numbers")
+        return Choice(value=tuple(self._as_count(key, i, 0) for i in items), because=because)
+
+    def choice_of_text(self, key: str) -> Choice[str]:
+        value, because = self._choice(key)
+        if not isinstance(value, str):
+            self._refuse(key, value, "a text")
+        return Choice(value=value, because=because)
 
     def choice_of_size(self, key: str) -> Choice[int]:
         value, because = self._choice(key)

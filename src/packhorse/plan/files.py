@@ -50,6 +50,7 @@ Value = TypeVar(
     "Value",
     int,
     int | None,
+    str,
     TierName,
     HeapMode,
     ActivationChoice,
@@ -60,12 +61,14 @@ Value = TypeVar(
 TIERS: Final[tuple[TierName, ...]] = ("device", "host", "disk")
 UPDATE_TIERS: Final[tuple[TierName, ...]] = ("device", "host")
 CACHES: Final[tuple[CacheMode, ...]] = ("none", "valleys")
-ORDERS: Final[tuple[Order, ...]] = ("depth_first", "layered")
+ORDERS: Final[tuple[Order, ...]] = ("depth_first", "layered", "scheduled")
 
 
 def format_plan(plan: Plan) -> str:
     """Render a plan as the text of a plan.json, ending in a newline."""
-    return format_json(_plan_to_json(plan)) + "\n"
+    if plan.pipeline is not None:
+        raise ValueError("the plan of one of several ranks is written with those of the others")
+    return format_json({"kind": KIND, "version": VERSION, **plan_to_json(plan)}) + "\n"
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -120,7 +123,7 @@ def parse_plan(text: str, *, where: str = "plan") -> Plan:
             where=where,
             fix="update Packhorse, or make the plan again with this one",
         )
-    plan = _read_plan(fields)
+    plan = read_plan_fields(fields)
     fields.finish()
     return plan
 
@@ -153,11 +156,10 @@ def _load(text: str, where: str) -> object:
         ) from error
 
 
-def _plan_to_json(plan: Plan) -> dict[str, object]:
+def plan_to_json(plan: Plan) -> dict[str, object]:
+    """What a plan's file says below its kind; not how ranks share the model."""
     numerics = plan.numerics
     return {
-        "kind": KIND,
-        "version": VERSION,
         "model": plan.model,
         "model_name": plan.model_name,
         "machine": plan.machine,
@@ -167,11 +169,11 @@ def _plan_to_json(plan: Plan) -> dict[str, object]:
         "budget_bytes": {t: format_exact_bytes(b) for t, b in plan.budget_bytes.items()},
         "base_bytes": plan.base_bytes,
         "numerics": {
-            "microbatch_rows": _choice(numerics.microbatch_rows),
+            "microbatch_rows": choice_to_json(numerics.microbatch_rows),
             "num_microbatches": numerics.num_microbatches,
             "num_workers": numerics.num_workers,
             "compute_dtype": numerics.compute_dtype,
-            "loss_chunk_tokens": _choice(numerics.loss_chunk_tokens),
+            "loss_chunk_tokens": choice_to_json(numerics.loss_chunk_tokens),
             "tied_sum": numerics.tied_sum,
             "attention": numerics.attention,
             "num_threads": numerics.num_threads,
@@ -184,29 +186,30 @@ def _plan_to_json(plan: Plan) -> dict[str, object]:
             "master": plan.optimizer.master,
             "clips": plan.optimizer.clips,
         },
-        "heap": _choice(plan.heap),
+        "heap": choice_to_json(plan.heap),
         "heap_slack": plan.heap_slack,
-        "chunk_bytes": _choice(plan.chunk_bytes),
-        "order": _choice(plan.order),
-        "boundaries": _choice(plan.boundaries),
-        "offload": _choice(plan.offload),
-        "stride": _choice(plan.stride),
-        "durable": _choice(plan.durable),
-        "cache": _choice(plan.cache),
-        "prefetch": _choice(plan.prefetch),
+        "chunk_bytes": choice_to_json(plan.chunk_bytes),
+        "order": choice_to_json(plan.order),
+        "boundaries": choice_to_json(plan.boundaries),
+        "offload": choice_to_json(plan.offload),
+        "stride": choice_to_json(plan.stride),
+        "durable": choice_to_json(plan.durable),
+        "cache": choice_to_json(plan.cache),
+        "prefetch": choice_to_json(plan.prefetch),
         "pins": list(plan.pins),
         "blocks": [
-            {"name": block.name, "activations": _choice(block.activations)} for block in plan.blocks
+            {"name": block.name, "activations": choice_to_json(block.activations)}
+            for block in plan.blocks
         ],
         "chunks": [
             {
                 "pieces": [f"{p.parameter}[{p.start}:{p.stop}]" for p in chunk.pieces],
                 "group": chunk.group,
                 "trainable": chunk.trainable,
-                "parameters": _choice(chunk.parameters),
-                "gradients": _choice(chunk.gradients),
-                "optimizer": _choice(chunk.optimizer),
-                "update": _choice(chunk.update),
+                "parameters": choice_to_json(chunk.parameters),
+                "gradients": choice_to_json(chunk.gradients),
+                "optimizer": choice_to_json(chunk.optimizer),
+                "update": choice_to_json(chunk.update),
             }
             for chunk in plan.chunks
         ],
@@ -214,7 +217,8 @@ def _plan_to_json(plan: Plan) -> dict[str, object]:
     }
 
 
-def _choice(choice: Choice[Value]) -> dict[str, object]:
+def choice_to_json(choice: Choice[Value]) -> dict[str, object]:
+    """Write a choice with its reason."""
     return {"value": choice.value, "because": choice.because}
 
 
@@ -232,7 +236,12 @@ def _prediction_to_json(prediction: Prediction) -> dict[str, object]:
     }
 
 
-def _read_plan(fields: Fields) -> Plan:
+def read_plan_fields(fields: Fields) -> Plan:
+    """Read what `plan_to_json` wrote.
+
+    Raises:
+        FileFormatError: names the key, the value and, for an unknown key, the nearest one.
+    """
     budget = fields.section("budget_bytes")
     budget_bytes: dict[TierName, int] = {
         tier: budget.size(tier) for tier in TIERS if tier in budget

@@ -13,6 +13,7 @@ In: the recipe's `plan:` mapping. Out: `Pins`. The keys are those of plan.json:
       heap: keep | map
       chunk_bytes: 16MiB
       order: depth_first | layered
+      schedule: 1f1b | ... | file.py:function    of several ranks
       boundaries: device | host | disk     where values wait between the blocks that use them
       durable: off | 20                    keep the state on the disk every 20 steps
       cache: none | valleys
@@ -38,6 +39,7 @@ from packhorse.machine.spec import TierName
 from packhorse.model.spec import Model
 from packhorse.plan.fields import as_list, as_mapping
 from packhorse.plan.spec import ActivationChoice, CacheMode, Durable, HeapMode, Order, Piece
+from packhorse.schedule.finding import NAMES, names_function
 from packhorse.units import parse_bytes
 
 State = Literal["parameters", "gradients", "optimizer"]
@@ -69,6 +71,7 @@ _OTHERS: Final = (
     "heap",
     "chunk_bytes",
     "order",
+    "schedule",
     "boundaries",
     "offload",
     "durable",
@@ -97,6 +100,7 @@ class Pins:
     heap: HeapMode | None = None
     chunk_bytes: int | None = None
     order: Order | None = None
+    schedule: str | None = None
     boundaries: TierName | None = None
     offload: TierName | None = None
     durable: Durable | None = None
@@ -206,6 +210,7 @@ def read_pins(content: Mapping[str, object]) -> Pins:
         heap=_read_word(flat, "heap", ("keep", "map")),
         chunk_bytes=_read_size(flat, "chunk_bytes"),
         order=_read_word(flat, "order", ("depth_first", "layered")),
+        schedule=_read_schedule(flat),
         boundaries=_read_word(flat, "boundaries", TIERS),
         offload=_read_word(flat, "offload", OFFLOAD_TIERS),
         durable=_read_durable(flat),
@@ -301,6 +306,17 @@ def _read_tiers(
     if by_pattern is None:
         return (("*", _as_word(key, value, tiers)),)
     return tuple((str(k), _as_word(f"{key}.{k}", v, tiers)) for k, v in by_pattern.items())
+
+
+def _read_schedule(flat: Mapping[str, object]) -> str | None:
+    value = flat.get("schedule")
+    if value is None:
+        return None
+    if not isinstance(value, str) or not (value in NAMES or names_function(value)):
+        near = get_close_matches(str(value), NAMES, n=1, cutoff=0.4)
+        hint = f"; nearest is {near[0]}" if near else ""
+        _refuse("schedule", value, f"one of {', '.join(NAMES)}, or file.py:function{hint}")
+    return value
 
 
 def _read_word(flat: Mapping[str, object], key: str, words: Sequence[Word]) -> Word | None:

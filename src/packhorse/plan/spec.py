@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Generic, Literal, TypeVar
 
 from packhorse.machine.spec import Drive, TierName
+from packhorse.schedule.spec import Schedule
 
 T = TypeVar("T")
 ActivationChoice = Literal["keep", "recompute", "offload"]
 HeapMode = Literal["keep", "map"]
-Order = Literal["depth_first", "layered"]
+Order = Literal["depth_first", "layered", "scheduled"]
 Durable = int | Literal["off"]
 CacheMode = Literal["none", "valleys"]
 TiedSum = Literal["per_microbatch", "per_step"]
@@ -34,6 +36,9 @@ DEPTH_FIRST: Final[Choice[Order]] = Choice(
 )
 BOUNDARIES_STAY: Final[Choice[TierName]] = Choice(
     value="device", because="values stay in the device, where nothing else is said"
+)
+SCHEDULED: Final[Choice[Order]] = Choice(
+    value="scheduled", because="ranks share the model: its schedule gives the order"
 )
 NO_OFFLOAD: Final[Choice[TierName]] = Choice(
     value="device", because="no block's saved values leave the device, where nothing else is said"
@@ -153,11 +158,38 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """How ranks share a model: where it is cut into stages, and who computes what when.
+
+    The same on every rank. `bounds` has the first block of every stage, and the number of blocks.
+    """
+
+    name: Choice[str]
+    schedule: Schedule
+    bounds: Choice[tuple[int, ...]]
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The blocks of each stage."""
+        return tuple(range(first, stop) for first, stop in pairwise(self.bounds.value))
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The rank of every block."""
+        return tuple(
+            self.schedule.placement[stage][0]
+            for stage, blocks in enumerate(self.stages)
+            for _ in blocks
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Every decision for one model on one machine.
+    """Every decision for one model on one machine, or for one rank's part of it.
 
     `order` is that of the micro-batches: each goes through all blocks before the next begins, or
-    all go through a block before the next block. `boundaries` is the tier where values that pass
+    all go through a block before the next block; or, where ranks share the model, as the schedule
+    of `pipeline` says. `boundaries` is the tier where values that pass
     from block to block wait between uses that are far apart. `offload` is the tier where blocks
     that offload have what they saved, `device` where none does. `budget_bytes` is what each tier
     may use; `heap_slack` is the share that a kept heap is given above its live bytes; `pins` names
@@ -197,6 +229,7 @@ class Plan:
     durable: Choice[Durable] = NOT_DURABLE
     cache: Choice[CacheMode] = NO_CACHE
     prefetch: Choice[int] = NO_PREFETCH
+    pipeline: PipelinePlan | None = None
 
     @property
     def offloads(self) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -23,6 +23,7 @@ from packhorse.graph.trace import Traced
 from packhorse.machine.spec import Machine
 from packhorse.model.spec import BlockId, Body, BodyId, Model
 from packhorse.profile.analytic import estimate_profile
+from packhorse.profile.scaling import find_ratio, scale_time, total_ns
 from packhorse.profile.spec import BodyTime, Profile
 
 # Called before each body with its name, its index and the number of bodies.
@@ -74,7 +75,7 @@ def measure_profile(
     model = traced.model
     estimated = estimate_profile(model, machine).bodies
     deadline = time.monotonic() + limit_s
-    order = sorted(estimated, key=lambda body: _total_ns(estimated[body]))
+    order = sorted(estimated, key=lambda body: total_ns(estimated[body]))
     measured: dict[BodyId, BodyTime] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(machine.num_threads)
@@ -82,7 +83,7 @@ def measure_profile(
         for index, body in enumerate(order):
             rest_ns = (deadline - time.monotonic()) * 1e9 * _SHARE_OF_REST
             ratio = max(1.0, find_ratio(measured, estimated))
-            if _total_ns(estimated[body]) * ratio * _RUNS_IN_ALL > rest_ns:
+            if total_ns(estimated[body]) * ratio * _RUNS_IN_ALL > rest_ns:
                 continue
             if memory_bytes is not None and _peak_bytes(model, body) > memory_bytes:
                 continue
@@ -106,40 +107,6 @@ def measure_profile(
         base_bytes=0,
     )
     return Measurement(profile=profile, num_measured=len(measured), num_bodies=len(bodies))
-
-
-def scale_profile(measured: Profile, estimated_there: Profile, estimated_here: Profile) -> Profile:
-    """Estimate another micro-batch shape by what the bodies of a measured one needed.
-
-    Args:
-        measured: at the shape that was run.
-        estimated_there: analytic, of that same shape.
-        estimated_here: analytic, of the shape that is wanted.
-    """
-    overall = find_ratio(measured.bodies, estimated_there.bodies)
-    bodies: dict[BodyId, BodyTime] = {}
-    for body, found in estimated_here.bodies.items():
-        # Bodies are numbered in order of their first block, so equal numbers are the same body.
-        own = {body: measured.bodies[body]} if body in measured.bodies else {}
-        ratio = find_ratio(own, estimated_there.bodies) if own else overall
-        bodies[body] = scale_time(found, ratio)
-    return replace(estimated_here, source=measured.source, bodies=bodies)
-
-
-def find_ratio(measured: Mapping[BodyId, BodyTime], estimated: Mapping[BodyId, BodyTime]) -> float:
-    """Tell by how much measured bodies took longer than estimated; 1.0 when there are none."""
-    ran_ns = sum(_total_ns(found) for found in measured.values())
-    expected_ns = sum(_total_ns(estimated[body]) for body in measured if body in estimated)
-    return ran_ns / expected_ns if ran_ns and expected_ns else 1.0
-
-
-def scale_time(found: BodyTime, ratio: float) -> BodyTime:
-    """Multiply the times of a body."""
-    return BodyTime(
-        forward_ns=round(found.forward_ns * ratio),
-        discard_ns=round(found.discard_ns * ratio),
-        backward_ns=round(found.backward_ns * ratio),
-    )
 
 
 def _measure_body(traced: Traced, body: BodyId) -> BodyTime:
@@ -243,10 +210,6 @@ def _own_bytes(body: Body) -> int:
     return body.saved_bytes + max(
         body.forward_workspace_bytes, body.backward_workspace_bytes, body.discard_workspace_bytes
     )
-
-
-def _total_ns(found: BodyTime) -> int:
-    return found.forward_ns + found.discard_ns + found.backward_ns
 
 
 def _name_of(model: Model, body: BodyId) -> str:

@@ -72,7 +72,7 @@ def plan_table(
         table.add_row("step", _say_step(plan, prediction))
         table.add_row("", Text(f"bound by {words_for(prediction.bottleneck)}", style="dim"))
     table.add_row("resume", _say_kept(plan))
-    for at, line in enumerate(_say_run(run) if run else ()):
+    for at, line in enumerate(say_run(run) if run else ()):
         table.add_row("" if at else "run", line)
     if so_far is not None:
         table.add_row("so far", _say_so_far(plan, so_far))
@@ -93,7 +93,7 @@ def explain_plan(
         parts += _time_section(plan, prediction, advice)
     parts += _choices_section(plan)
     if run is not None:
-        parts += [_heading("Run"), _indent(_lines(_say_run(run)))]
+        parts += [_heading("Run"), _indent(_lines(say_run(run)))]
     return Group(*parts)
 
 
@@ -190,7 +190,8 @@ def _say_so_far(plan: Plan, so_far: MeasuredSteps) -> str:
     )
 
 
-def _say_run(run: RunEstimate) -> list[str]:
+def say_run(run: RunEstimate) -> list[str]:
+    """Say in lines what a run costs."""
     first = ""
     if run.first_step_ns:
         first = f", {format_ns(run.first_step_ns)} of it before step 1 begins"

@@ -111,6 +111,8 @@ def _find_obstacle(plan: Plan, machine: Machine) -> str | None:
         return f"nothing goes from {plan.numerics.device} to the disk yet"
     if not any(chunk.trainable for chunk in plan.chunks):
         return "nothing is trained"
+    if plan.pipeline is not None:
+        return "ranks that share a model do not keep steps each for itself"
     return None
 
 

@@ -6,8 +6,8 @@ time is that of the lanes beside each other within the budgets: what memory is l
 run ahead. What does not fit is timed as if there were room.
 
 Steps with many micro-batches are looked at with three: from the second one on they are all alike,
-so the middle one stands for the rest, in time and in memory. Where all go through a block before
-the next block each of them takes room of its own: such a step is looked at whole.
+so the middle one stands for the rest, in time and in memory. Where several go through a block
+before the next block each of them takes room of its own: such a step is looked at whole.
 """
 
 from __future__ import annotations
@@ -184,7 +184,9 @@ def short_plan(problem: Problem, setting: Setting, taken: Sequence[bool]) -> Pla
 
 def count_modelled(order: Order, num_microbatches: int) -> int:
     """How many micro-batches tell the memory and time of a step; see the module."""
-    return num_microbatches if order == "layered" else min(num_microbatches, MODEL_MICROBATCHES)
+    if order != "depth_first":
+        return num_microbatches
+    return min(num_microbatches, MODEL_MICROBATCHES)
 
 
 def costs_of(problem: Problem, setting: Setting, program: Program) -> TaskCosts:

@@ -31,7 +31,7 @@ from packhorse.compiler.lower import Lowerer
 from packhorse.compiler.peak import peak_of
 from packhorse.machine.spec import Link, Machine, TierName
 from packhorse.search.cache import Accesses, simulate_cache, trace_accesses, widest_bytes
-from packhorse.search.evaluation import MODEL_MICROBATCHES, short_plan
+from packhorse.search.evaluation import count_modelled, short_plan
 from packhorse.search.space import Candidate, Problem, find_away_tiers, make_setting
 from packhorse.simulator.costs import TASK_NS
 from packhorse.units import GIB, MIB
@@ -98,7 +98,8 @@ class Lengths:
         self, candidate: Candidate, lengths: Sequence[int], lowerer: Lowerer
     ) -> tuple[_Cut, ...]:
         model = candidate.model
-        count = min(self._problem.global_batch_rows // model.rows, MODEL_MICROBATCHES)
+        num_microbatches = self._problem.global_batch_rows // model.rows
+        count = count_modelled(self._problem.usual_order, num_microbatches)
         # Candidates differ in rows and loss, rarely in what their blocks use.
         key = (count, tuple(block.parameters for block in model.blocks))
         if key not in self._cuts:

@@ -24,10 +24,11 @@ from typing import Final
 from packhorse.errors import DoesNotFitError, InputError
 from packhorse.machine.cluster import Links
 from packhorse.model.spec import Model
+from packhorse.plan.ranks import Rejected
 from packhorse.plan.spec import Choice, OptimizerPlan
 from packhorse.schedule.costs import Costs, even_costs
-from packhorse.schedule.families import FAMILIES, AnyStages, FixedStages, make_named
-from packhorse.schedule.finding import NAMES, SEARCHED
+from packhorse.schedule.families import FAMILIES, AnyStages, FixedStages
+from packhorse.schedule.finding import NAMES, SEARCHED, make_schedule, names_function
 from packhorse.schedule.proof import check_schedule
 from packhorse.schedule.searched import improve_schedule
 from packhorse.schedule.spec import Schedule
@@ -49,15 +50,6 @@ _TURNS: Final = (2, 3, 4)
 _NUM_SEARCHED: Final = 2
 _MOVED_TASKS: Final = 400_000
 _LEAST_GAIN: Final = 0.001
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejected:
-    """A schedule that was not taken, and why."""
-
-    name: str
-    num_stages: int
-    because: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +102,7 @@ def find_pipeline(
 
     Args:
         model: at the shape of one microbatch.
-        names: which schedules may be taken.
+        names: which schedules may be taken: named ones, or functions in a person's own files.
 
     Raises:
         InputError: there are more ranks than blocks, a name is unknown, a link is missing, or a
@@ -123,9 +115,11 @@ def find_pipeline(
     found: list[_Timed] = []
     rejected: list[Rejected] = []
     roomy = _Roomy(cutter)
-    for name, num_stages in _list_sizes(named or tuple(FAMILIES), cutter):
+    for name, wanted in _list_sizes(named or tuple(FAMILIES), cutter):
+        schedule = _make(name, wanted, len(ranks), num_microbatches)
+        num_stages = schedule.num_stages
         try:
-            found.append(_time_named(roomy, name, num_stages, num_microbatches))
+            found.append(_time(cutter, name, schedule, roomy.cut(schedule)))
         except DoesNotFitError as error:
             because = f"does not fit: {(error.where or error.what).splitlines()[0]}"
             rejected.append(Rejected(name=name, num_stages=num_stages, because=because))
@@ -169,20 +163,22 @@ def _check_request(model: Model, ranks: Sequence[RankSpec], names: Sequence[str]
             fix=f"take at most {len(model.blocks)} ranks",
         )
     for name in names:
-        if name not in NAMES:
+        if name not in NAMES and not names_function(name):
             raise InputError(
                 f"there is no schedule {name!r} to choose from",
                 where="the names of schedules",
-                fix=f"take some of {', '.join(NAMES)}",
+                fix=f"take some of {', '.join(NAMES)}, or file.py:function",
             )
 
 
-def _list_sizes(names: Sequence[str], cutter: Cutter) -> Iterator[tuple[str, int]]:
-    """List each family with the numbers of stages to try."""
+def _list_sizes(names: Sequence[str], cutter: Cutter) -> Iterator[tuple[str, int | None]]:
+    """List each family with the numbers of stages to try; functions decide on theirs."""
     num_ranks, num_blocks = len(cutter.ranks), len(cutter.model.blocks)
     for name in names:
-        family = FAMILIES[name]
+        family = FAMILIES.get(name)
         match family:
+            case None:
+                yield name, None
             case FixedStages():
                 yield name, family.stages_per_rank * num_ranks
             case AnyStages() if name == "layered":
@@ -219,12 +215,13 @@ class _Roomy:
         return cuts
 
 
-def _time_named(roomy: _Roomy, name: str, num_stages: int, num_microbatches: int) -> _Timed:
+def _make(name: str, num_stages: int | None, num_ranks: int, num_microbatches: int) -> Schedule:
     # A named schedule is known before its costs are: they follow from the cuts, and those from it.
-    num_ranks = len(roomy.cutter.ranks)
     even = even_costs(num_ranks)
-    schedule = make_named(name, num_ranks, num_microbatches, even, num_stages=num_stages)
-    return _time(roomy.cutter, name, schedule, roomy.cut(schedule))
+    schedule = make_schedule(name, num_ranks, num_microbatches, even, num_stages=num_stages)
+    if names_function(name):
+        check_schedule(schedule)
+    return schedule
 
 
 def _time(cutter: Cutter, name: str, schedule: Schedule, cuts: StageCuts) -> _Timed:

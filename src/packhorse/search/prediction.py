@@ -110,7 +110,7 @@ def predict_evaluation_ns(
     def time_ns(count: int) -> int:
         return _simulate(plan, model, profile, machine, lowerer, "evaluate", count).whole_ns
 
-    if plan.order.value == "depth_first":
+    if plan.order.value != "layered":
         return time_ns(num_microbatches)
     # In layers a round of micro-batches goes through all blocks before the next; they are alike.
     together = plan.numerics.num_microbatches

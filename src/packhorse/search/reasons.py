@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from packhorse.machine.spec import TierName
+from packhorse.plan.spec import SCHEDULED
 from packhorse.search.evaluation import Evaluation, lies_away
 from packhorse.search.sketch import Sketch
 from packhorse.search.space import Problem
@@ -63,6 +64,8 @@ class Reasons:
         if kind == "microbatch_rows":
             count = setting.num_microbatches
             times = "one micro-batch" if count == 1 else f"{count} micro-batches"
+            if self.problem.pipeline is not None:
+                return f"{times} of it: with its schedule the fastest cut that fits all ranks"
             return f"{times} of it: the fastest cut that fits, {step} a step"
         if kind == "loss_chunk_tokens":
             if setting.candidate.loss_chunk_tokens is None:
@@ -106,6 +109,8 @@ class Reasons:
         setting = self.evaluation.setting
         count = setting.num_microbatches
         step = format_ns(self.evaluation.step_ns)
+        if value == "scheduled":
+            return SCHEDULED.because
         if value == "layered":
             return (
                 f"what a block needs is brought once for all {count} micro-batches: {step} a step"

@@ -26,7 +26,7 @@ from typing import Final
 
 from packhorse.machine.spec import Machine
 from packhorse.plan.pins import Pins
-from packhorse.plan.spec import OptimizerPlan, Plan
+from packhorse.plan.spec import OptimizerPlan, PipelinePlan, Plan
 from packhorse.search.evaluation import USUAL_DEPTH, Evaluation, Evaluator, lies_away
 from packhorse.search.knapsack import FINE_GAP, ROUGH_GAP, choose_moves
 from packhorse.search.settings import list_settings, list_variants
@@ -61,6 +61,7 @@ def find_plan(
     global_batch_rows: int,
     pins: Pins = Pins(),  # noqa: B008 a frozen value
     resumable: bool = True,
+    pipeline: PipelinePlan | None = None,
 ) -> Plan:
     """Find the fastest plan that fits the machine's budgets.
 
@@ -72,6 +73,7 @@ def find_plan(
         global_batch_rows: rows of one optimizer step.
         pins: choices that are fixed.
         resumable: whether whoever runs the plan can go on from steps that it keeps.
+        pipeline: how ranks share the model, where the candidates are one rank's parts of it.
 
     Raises:
         RecipeError: a pin or the batch cannot be met.
@@ -84,6 +86,7 @@ def find_plan(
         pins=pins,
         global_batch_rows=global_batch_rows,
         resumable=resumable,
+        pipeline=pipeline,
     )
     evaluator = Evaluator(problem)
     sketches = Sketches(evaluator)

@@ -7,11 +7,13 @@ every heap mode and a few chunk lengths, unless they are pinned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from packhorse.errors import RecipeError
 from packhorse.machine.spec import TierName
-from packhorse.plan.pins import Placed
+from packhorse.model.parts import whole_of
+from packhorse.model.spec import Model
+from packhorse.plan.pins import Pins, Placed
 from packhorse.plan.spec import HeapMode, Order
 from packhorse.search.lengths import Lengths
 from packhorse.search.space import (
@@ -29,6 +31,18 @@ from packhorse.search.space import (
 MOST_LAYERED_RUNS: Final = 1024
 
 
+class _Cut(Protocol):
+    # A model at one micro-batch size and loss setting.
+    @property
+    def model(self) -> Model: ...
+
+    @property
+    def loss_chunk_tokens(self) -> int | None: ...
+
+
+Cut = TypeVar("Cut", bound=_Cut)
+
+
 def list_settings(problem: Problem, candidates: Sequence[Candidate]) -> tuple[Setting, ...]:
     """List the settings in a fixed order.
 
@@ -38,7 +52,9 @@ def list_settings(problem: Problem, candidates: Sequence[Candidate]) -> tuple[Se
     if not candidates:
         raise ValueError("there is no candidate to search")
     _check_pins(problem, candidates)
-    usable = _filter(problem, candidates)
+    usable = filter_candidates(problem.pins, problem.global_batch_rows, candidates)
+    if problem.pins.order == "layered":
+        usable = _filter_layered(problem, usable)
     # A GPU's allocator keeps what is freed, and is held to a pool of its own.
     heaps: tuple[HeapMode, ...] = ("keep",) if problem.machine.device != "cpu" else ("keep", "map")
     if problem.pins.heap is not None:
@@ -50,7 +66,6 @@ def list_settings(problem: Problem, candidates: Sequence[Candidate]) -> tuple[Se
             candidate,
             heap=heap,
             chunk_bytes=chunk_bytes,
-            order=problem.pins.order or "depth_first",
             boundaries=problem.pins.boundaries or "device",
         )
         for candidate, chosen in [(each, lengths.choose(each)) for each in usable]
@@ -103,6 +118,7 @@ def _list_orders(problem: Problem, setting: Setting) -> tuple[Order, ...]:
     pins = problem.pins
     layered = (
         pins.order is None
+        and problem.pipeline is None
         and (problem.optimizer.clips or not pins.gradients)
         and 1 < setting.num_microbatches <= MOST_LAYERED_RUNS // len(setting.model.blocks)
         and _may_go_in_layers(problem, setting.candidate)
@@ -124,8 +140,12 @@ def _may_go_in_layers(problem: Problem, candidate: Candidate) -> bool:
     )
 
 
-def _filter(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
-    pins, batch = problem.pins, problem.global_batch_rows
+def filter_candidates(pins: Pins, batch: int, candidates: Sequence[Cut]) -> list[Cut]:
+    """Take those candidates that cut a batch of so many rows, as they are pinned.
+
+    Raises:
+        RecipeError: none is left; says what could be taken.
+    """
     rows = sorted({candidate.model.rows for candidate in candidates})
     cuts = [candidate for candidate in candidates if batch % candidate.model.rows == 0]
     if not cuts:
@@ -159,23 +179,25 @@ def _filter(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate
                 fix=f"pin one of {_join(sorted(map(str, known)))}, or leave it out",
             )
         cuts = fit
-    if pins.order == "layered":
-        fit = [candidate for candidate in cuts if _may_go_in_layers(problem, candidate)]
-        if not fit:
-            tied = cuts[0].model.summed_parameters[0]
-            raise RecipeError(
-                f"order is pinned to layered, but {tied} is used by several blocks and its "
-                "gradient is summed micro-batch by micro-batch",
-                where="recipe: plan.order",
-                fix="pin tied_sum: per_step too (other numbers in the last bits), or no order",
-            )
-        cuts = fit
     return cuts
+
+
+def _filter_layered(problem: Problem, cuts: Sequence[Candidate]) -> list[Candidate]:
+    fit = [candidate for candidate in cuts if _may_go_in_layers(problem, candidate)]
+    if not fit:
+        tied = cuts[0].model.summed_parameters[0]
+        raise RecipeError(
+            f"order is pinned to layered, but {tied} is used by several blocks and its "
+            "gradient is summed micro-batch by micro-batch",
+            where="recipe: plan.order",
+            fix="pin tied_sum: per_step too (other numbers in the last bits), or no order",
+        )
+    return fit
 
 
 def _check_pins(problem: Problem, candidates: Sequence[Candidate]) -> None:
     pins, arithmetic = problem.pins, problem.arithmetic
-    pins.check(candidates[0].model)
+    pins.check(whole_of(candidates[0].model))
     find_offload_tier(problem)
     there = ("device", *find_away_tiers(problem.machine))
     if pins.boundaries not in (None, *there):

@@ -63,6 +63,7 @@ from packhorse.search.loads import (
 )
 from packhorse.search.space import Problem, Setting, find_away_tiers
 from packhorse.search.timing import weights_of
+from packhorse.timeline.names import LANES
 
 EXPOSED_SHARE: Final = 0.1
 """Of the work beyond the busiest lane's, what the sketch takes to be seen in the step all the same:
@@ -188,8 +189,8 @@ def make_sketch(evaluator: Evaluator, setting: Setting) -> Sketch:
                 gone = start.present[buffer] & ~offloaded.present[buffer]
                 saved[heap, :, column] += gone * _size(start, buffer)
                 work[:, column] += offloaded.copy_ns[buffer] - start.copy_ns.get(buffer, 0)
-            # One after another they take each other's place; in layers all wait at once.
-            waiting = kept if setting.order == "layered" else kept[:1]
+            # One after another they take each other's place; in other orders many wait at once.
+            waiting = kept[:1] if setting.order == "depth_first" else kept
             away[move.tier][column] += sum(_size(start, buffer) for buffer in waiting)
             continue
         end = ends[move.tier]
@@ -248,20 +249,27 @@ def _trace(problem: Problem, setting: Setting, program: Program, slots: frozense
     task_ns: dict[tuple[str, int], int] = {}
     copy_ns: dict[BufferId, Floats] = {}
     busy = np.zeros(NUM_LOADS)
-    phase = FORWARD
+    # Under a schedule forwards and backwards take turns, so that lanes work beside both.
+    takes_turns = setting.order == "scheduled"
+    phase = BACKWARD if takes_turns else FORWARD
     at: dict[str, dict[int, list[int]]] = {"forward": {}, "recompute": {}, "backward": {}}
     step_ns = 0
     recomputed = False
     lanes = assign_lanes(program.tasks)
     for task, lane, weight in zip(program.tasks, lanes, weights, strict=True):
+        if isinstance(task, Backward | InputGrad) and task.block in slots and not recomputed:
+            workspace.append(0.0)
         duration, core = costs.alone_ns(task) * weight, costs.core_ns(task) * weight
         step_ns += duration + core
-        if phase != UPDATE:
+        if phase != UPDATE and not takes_turns:
             phase = _phase_of(task, phase)
-        load = load_of(lane, phase)
         computing = load_of("compute", phase)
-        busy[load] += duration
         busy[computing] += core
+        load = computing
+        if lane in LANES:
+            # What messages are on their way for is the ranks' together.
+            load = load_of(lane, phase)
+            busy[load] += duration
         match task:
             case Copy() | Free():
                 if task.buffer not in copy_ns:
@@ -269,8 +277,6 @@ def _trace(problem: Problem, setting: Setting, program: Program, slots: frozense
                 copy_ns[task.buffer][load] += duration
                 copy_ns[task.buffer][computing] += core
             case Forward() | Recompute() | Backward():
-                if isinstance(task, Backward) and task.block in slots and not recomputed:
-                    workspace.append(0.0)
                 name = type(task).__name__.lower()
                 at[name].setdefault(task.block, []).append(len(workspace))
                 key = (name, task.block)

@@ -28,6 +28,7 @@ from packhorse.plan.spec import (
     Numerics,
     OptimizerPlan,
     Order,
+    PipelinePlan,
     Plan,
     TiedSum,
 )
@@ -111,7 +112,8 @@ class Setting:
 class Problem:
     """What a plan is searched for, the same for all settings.
 
-    `resumable` says whether whoever runs the plan can go on from steps that it keeps.
+    `resumable` says whether whoever runs the plan can go on from steps that it keeps. With
+    `pipeline` the candidates are one rank's parts of a model that several share.
     """
 
     machine: Machine
@@ -120,6 +122,12 @@ class Problem:
     pins: Pins
     global_batch_rows: int
     resumable: bool = True
+    pipeline: PipelinePlan | None = None
+
+    @property
+    def usual_order(self) -> Order:
+        """The order of micro-batches where none is chosen."""
+        return self.pins.order or "depth_first" if self.pipeline is None else "scheduled"
 
 
 Reason = Callable[[str, int, str], str]
@@ -132,7 +140,7 @@ def make_setting(
     *,
     heap: HeapMode,
     chunk_bytes: int,
-    order: Order = "depth_first",
+    order: Order | None = None,
     boundaries: TierName = "device",
     offload: TierName = "device",
 ) -> Setting:
@@ -142,6 +150,7 @@ def make_setting(
         RecipeError: pins contradict each other or name nothing.
     """
     model, pins = candidate.model, problem.pins
+    order = order or problem.usual_order
     chunks = pack_chunks(model, chunk_bytes)
     num_microbatches = problem.global_batch_rows // model.rows
     pinned: set[tuple[str, int]] = set()
@@ -166,8 +175,11 @@ def make_setting(
             choice = "keep"
         elif choice is not None:
             pinned.add(("recompute", index))
-        elif model.body_of(block.id).saved_bytes and index + 1 < len(model.blocks):
-            # The last block's backward follows its forward: there is nothing to save.
+        elif model.body_of(block.id).saved_bytes and (
+            index + 1 < len(model.blocks) or order == "scheduled"
+        ):
+            # The last block's backward follows its forward, but for what a schedule says: there is
+            # nothing to save.
             moves.append(Move(kind="recompute", index=index, tier="device"))
             if offload != "device":
                 moves.append(Move(kind="offload", index=index, tier=offload))
@@ -324,6 +336,7 @@ def build_plan(
         offload=offload,
         stride=NO_STRIDE if stride is None else Choice(value=stride, because="pinned"),
         prefetch=Choice(value=prefetch, because=reason("prefetch", 0, str(prefetch))),
+        pipeline=problem.pipeline,
     )
     return plan if budget_bytes is None else replace(plan, budget_bytes=dict(budget_bytes))
 
@@ -337,7 +350,7 @@ def _can_move(
         case "gradients":
             # Without clipping, a gradient is used up where it arises if all micro-batches go
             # through its block together, or there is only one.
-            waits = num_microbatches > 1 and order == "depth_first"
+            waits = num_microbatches > 1 and order != "layered"
             return chunk.trainable and (problem.optimizer.clips or waits)
         case "optimizer":
             return chunk.trainable and bool(problem.optimizer.states or problem.optimizer.master)

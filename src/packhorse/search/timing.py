@@ -25,6 +25,7 @@ from packhorse.program.tasks import Feed, Lane, Task
 from packhorse.simulator.costs import CostModel
 from packhorse.simulator.engine import Rehearsal, Times, time_run
 
+MESSAGES: Final = "messages"
 BUSY: Final[Mapping[Lane, str]] = {
     "compute": "compute",
     "update": "update",
@@ -33,7 +34,7 @@ BUSY: Final[Mapping[Lane, str]] = {
     "disk_read": "disk",
     "disk_write": "disk",
 }
-"""What is busy while a lane works; a disk reads and writes over one path."""
+"""What is busy while a lane works; a disk reads and writes over one path. Others are messages."""
 
 
 def limit_program(
@@ -153,4 +154,4 @@ def weights_of(tasks: Sequence[Task], num_microbatches: int) -> list[int]:
 
 def busy_lanes(tasks: Sequence[Task]) -> tuple[str, ...]:
     """What is busy with each task."""
-    return tuple(BUSY[lane] for lane in assign_lanes(tasks))
+    return tuple(BUSY.get(lane, MESSAGES) for lane in assign_lanes(tasks))

@@ -28,11 +28,8 @@ from packhorse.machine.process_memory import resident_bytes
 from packhorse.machine.spec import Machine
 from packhorse.model.spec import Model
 from packhorse.profile.analytic import estimate_profile
-from packhorse.profile.measure import (
-    Measurement,
-    measure_profile,
-    scale_profile,
-)
+from packhorse.profile.measure import Measurement, measure_profile
+from packhorse.profile.scaling import scale_profile
 from packhorse.profile.spec import Profile
 from packhorse.runtime.memory.heap import set_heap_mode, trim_heap
 from packhorse.trainer.device_memory import measure_device_base

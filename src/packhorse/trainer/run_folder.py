@@ -326,7 +326,7 @@ class RunFolder:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in metrics.items()
         }
-        self._append(self._metrics, json.dumps(clean), METRICS_NAME)
+        self._append(self._metrics, json.dumps(clean) + "\n", METRICS_NAME)
 
     def has_evaluation(self, step: int) -> bool:
         """Tell whether metrics.jsonl has the evaluation after a step."""
@@ -339,8 +339,7 @@ class RunFolder:
         Raises:
             StorageError: the disk is full or unwritable.
         """
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._append(self._log, f"{stamp} {text}", LOG_NAME)
+        self._append(self._log, stamp_line(text), LOG_NAME)
 
     def close(self) -> None:
         """Close metrics and log.
@@ -360,10 +359,15 @@ class RunFolder:
 
     def _append(self, file: TextIO, line: str, name: str) -> None:
         try:
-            file.write(line + "\n")
+            file.write(line)
             file.flush()
         except OSError as error:
             raise explain_failure(error, self.path / name, f"append to {name}") from error
+
+
+def stamp_line(text: str) -> str:
+    """Write a line of a log, with the time."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
 
 
 def read_metrics(path: Path) -> tuple[Mapping[str, float | int | None], ...]:

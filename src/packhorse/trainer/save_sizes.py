@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from packhorse.checkpoint.save import SMALL_FILES_BYTES
 from packhorse.checkpoint.tensor_plan import TensorPlan, plan_tensors
 from packhorse.compiler.layout import lay_out_chunks
+from packhorse.model.parts import whole_of
 from packhorse.model.spec import Model
 from packhorse.plan.spec import Plan
 from packhorse.trainer.preparation import PreparedRun
@@ -45,5 +46,5 @@ def size_saves(prepared: PreparedRun, plan: Plan, model: Model) -> SaveSizes:
         dtypes: Mapping[str, str] = weights.dtypes
     finally:
         weights.close()
-    tensors = plan_tensors(model, lay_out_chunks(plan, model), saved_dtypes=dtypes)
+    tensors = plan_tensors(whole_of(model), lay_out_chunks(plan, model), saved_dtypes=dtypes)
     return size_tensors(tensors, model_only=prepared.recipe.save_only_model)

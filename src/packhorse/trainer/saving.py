@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from packhorse.checkpoint.folders import find_checkpoints
+from packhorse.checkpoint.folders import checkpoint_path, find_checkpoints
 from packhorse.checkpoint.json_values import JsonObject, JsonValue
 from packhorse.checkpoint.manifest import RunState
 from packhorse.checkpoint.save import (
@@ -20,11 +20,14 @@ from packhorse.checkpoint.save import (
     Piece,
     copy_model_files,
 )
-from packhorse.checkpoint.tensor_plan import plan_tensors
+from packhorse.checkpoint.tensor_plan import TensorPlan, plan_tensors
 from packhorse.errors import MismatchError
+from packhorse.model.parts import whole_of
 from packhorse.plan.spec import Plan
 from packhorse.storage.space import ensure_space
+from packhorse.trainer.crew import ALONE, Crew
 from packhorse.trainer.frozen_values import FrozenValues, ValueSource
+from packhorse.trainer.gathering import gather_states
 from packhorse.trainer.model_sources import CONFIG_NAME
 from packhorse.trainer.numerics import describe_numerics, list_changes
 from packhorse.trainer.preparation import PreparedRun
@@ -39,6 +42,7 @@ class RunSaver:
     Args:
         dtypes: of the parameters at their source, by canonical name.
         source: where the run's values come from; read at each save where `reads_source`.
+        crew: all ranks save together: the first one writes what the others hand over.
     """
 
     def __init__(
@@ -49,13 +53,16 @@ class RunSaver:
         *,
         dtypes: Mapping[str, str],
         source: ValueSource,
+        crew: Crew = ALONE,
     ) -> None:
         self._session = session
         self._prepared = prepared
         self._plan = plan
-        self._tensors = plan_tensors(session.model, session.layout, saved_dtypes=dtypes)
+        self._crew = crew
+        whole = whole_of(session.model)
+        self._tensors = plan_tensors(whole, session.layout, saved_dtypes=dtypes)
         self._sizes = size_tensors(self._tensors, model_only=prepared.recipe.save_only_model)
-        self._frozen = FrozenValues(session.model, session.layout, dtypes, source)
+        self._frozen = FrozenValues(whole, session.layout, dtypes, source)
 
     @property
     def reads_source(self) -> bool:
@@ -83,6 +90,8 @@ class RunSaver:
         Raises:
             InputError: all its steps are done and its model is saved.
         """
+        if self._crew.rank:
+            return
         refuse_complete(self._prepared.recipe.run_folder, self._prepared.data.num_steps)
 
     def ensure_space(self, *, first_step: int, num_steps: int) -> None:
@@ -110,6 +119,9 @@ class RunSaver:
             StorageError: the disk is full or fails; earlier checkpoints are untouched.
         """
         recipe = self._prepared.recipe
+        if self._crew.rank:
+            self._hand_over(model_only=recipe.save_only_model)
+            return checkpoint_path(recipe.run_folder, step)
         with CheckpointWriter(
             recipe.run_folder,
             self.describe_state(step),
@@ -127,6 +139,9 @@ class RunSaver:
             StorageError: the disk is full or fails.
         """
         folder = self._prepared.recipe.run_folder
+        if self._crew.rank:
+            self._hand_over(model_only=True)
+            return folder
         with ModelWriter(folder, self._tensors, add_files=self._add_files()) as writer:
             self._hand_out(writer.states, writer.write)
             return writer.commit()
@@ -182,8 +197,14 @@ class RunSaver:
         )
 
     def _hand_out(self, states: frozenset[tuple[str, str]], take: Callable[[Piece], None]) -> None:
-        self._session.hand_out(states - self._frozen.states, take)
+        gather_states(self._session, self._crew, states - self._frozen.states, take)
         self._frozen.hand_out(take)
+
+    def _hand_over(self, *, model_only: bool) -> None:
+        """Give what this rank holds to the first one, which saves it."""
+        optimizer = () if model_only else self._tensors.optimizer
+        states = TensorPlan(model=self._tensors.model, optimizer=optimizer).states
+        gather_states(self._session, self._crew, states - self._frozen.states, lambda _: None)
 
     def _add_files(self) -> AddFiles:
         source, tokenizer = self._prepared.source, self._prepared.data.tokenizer

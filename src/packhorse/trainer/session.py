@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -24,6 +25,7 @@ from packhorse.compiler.lower import lower_plan
 from packhorse.errors import InputError
 from packhorse.graph.export import DENOMINATOR
 from packhorse.graph.trace import Traced
+from packhorse.model.parts import whole_of
 from packhorse.model.spec import Model
 from packhorse.optim.optimizers import Optimizer
 from packhorse.plan.identity import check_plan
@@ -35,6 +37,7 @@ from packhorse.runtime.emulation import Pace
 from packhorse.runtime.engine import Engine, ParameterPiece
 from packhorse.runtime.hardware import limited_allocator
 from packhorse.runtime.step_result import StepResult
+from packhorse.runtime.transport.spec import Transport
 from packhorse.storage.kept_state import KeptState
 from packhorse.storage.scratch_space import Scratch
 from packhorse.timeline.spec import Timeline
@@ -43,6 +46,15 @@ from packhorse.trainer.weights import WeightSource
 from packhorse.verifier.rules import verify_program
 
 _VALUES: Final = ("param", "master")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """The proved programs of one rank, and the way to the others; None where it is alone."""
+
+    programs: Mapping[ProgramKind, Program]
+    proofs: Mapping[ProgramKind, Proof]
+    transport: Transport | None
 
 
 class Session:
@@ -59,6 +71,8 @@ class Session:
         resumed: kept state of that run; see `is_reopened`.
         watch: called between tasks; when it raises, the session can only be closed.
         baseline_bytes: what the process held before it planned; the budget comes on top of it.
+        joint: the programs of this rank, proved together with those of the others, and the way to
+            them; None where there is one rank.
 
     Raises:
         MismatchError: the plan was made for another model or shape.
@@ -82,17 +96,15 @@ class Session:
         resumed: KeptState | None = None,
         watch: Callable[[], None] = lambda: None,
         baseline_bytes: int | None = None,
+        joint: Joint | None = None,
     ) -> None:
         check_plan(plan, traced.model)
         _check_optimizer(plan, optimizer, max_grad_norm)
         self.plan = plan
         self.model: Model = traced.model
-        self.programs: Mapping[ProgramKind, Program] = {
-            kind: lower_plan(plan, traced.model, kind) for kind in list_kinds(plan)
-        }
-        self.proofs: Mapping[ProgramKind, Proof] = {
-            kind: verify_program(program, traced.model) for kind, program in self.programs.items()
-        }
+        proved = joint or _prove_alone(traced.model, plan)
+        self.programs: Mapping[ProgramKind, Program] = proved.programs
+        self.proofs: Mapping[ProgramKind, Proof] = proved.proofs
         keeping = None
         if owner is not None and keeps_steps(plan):
             layout = self.programs["load"].layout
@@ -129,6 +141,7 @@ class Session:
                 keeping=keeping,
                 resumed=resumed,
                 watch=watch,
+                transport=proved.transport,
             )
             self._held = held.pop_all()
 
@@ -167,8 +180,12 @@ class Session:
 
     @property
     def step_flops(self) -> int:
-        """Operations of forward and backward of a whole batch, without what is recomputed."""
-        bodies = [self.model.body_of(block.id) for block in self.model.blocks]
+        """Operations of forward and backward of a whole batch, without what is recomputed.
+
+        They are those of all ranks together.
+        """
+        whole = whole_of(self.model)
+        bodies = [whole.body_of(block.id) for block in whole.blocks]
         once = sum(body.forward_flops + body.backward_flops for body in bodies)
         return once * self.plan.numerics.num_microbatches
 
@@ -188,7 +205,7 @@ class Session:
             MismatchError: it is of another model.
             FileFormatError: a state is missing or a file is damaged.
         """
-        saved.check_model(self.model, self.layout)
+        saved.check_model(whole_of(self.model), self.layout)
 
         def fill(state: str, piece: ParameterPiece) -> None:
             trained = self.model.parameters[piece.parameter].trainable
@@ -244,6 +261,18 @@ class Session:
         every = self.plan.durable.value
         if self.keeps and every != "off" and run.step % every == 0:
             self._engine.keeper.keep(run.step, kept_state_of(run))
+
+    def hold_promise(self, step: int) -> None:
+        """Block until no more than the plan states is lost if the process dies after `step`.
+
+        What is kept of steps before is on its way to the disk by then, as a rule for a whole step.
+
+        Raises:
+            StorageError: the disk is full or fails.
+        """
+        every = self.plan.durable.value
+        if self.keeps and every != "off":
+            self._engine.keeper.settle((step - 1) // every * every)
 
     def keeps_step(self, step: int) -> bool:
         """Whether the state after `step` is kept, or will be without anything more to be done."""
@@ -385,7 +414,7 @@ class Session:
     def _check_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         planned = {
             str(value.id): value
-            for value in self.model.values.values()
+            for value in whole_of(self.model).values.values()
             if value.producer is None and value.id != DENOMINATOR
         }
         if set(inputs) != set(planned):
@@ -400,6 +429,17 @@ class Session:
             dtype = str(inputs[name].dtype).removeprefix("torch.")
             if dtype != value.dtype:
                 raise _other_batch(f"{name} is {dtype}, planned was {value.dtype}")
+
+
+def _prove_alone(model: Model, plan: Plan) -> Joint:
+    programs: dict[ProgramKind, Program] = {
+        kind: lower_plan(plan, model, kind) for kind in list_kinds(plan)
+    }
+    return Joint(
+        programs=programs,
+        proofs={kind: verify_program(program, model) for kind, program in programs.items()},
+        transport=None,
+    )
 
 
 def _find_process_bytes(plan: Plan, baseline_bytes: int | None) -> int | None:

@@ -7,15 +7,18 @@ read by name, and it goes once a file or a checkpoint of this plan holds them.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from packhorse.checkpoint.kept_run import KeptRun
 from packhorse.checkpoint.resume import SavedRun
 from packhorse.storage.kept_state import KeptState, remove_kept
+from packhorse.trainer.crew import Crew
 from packhorse.trainer.run_folder import (
     Beginning,
     Resume,
     StartFresh,
+    claim_run,
     clear_leftovers,
     find_beginning,
 )
@@ -33,6 +36,29 @@ def begin(folder: Path, resume: Resume, scratch: Path | None) -> tuple[Beginning
     for kept in beginning.obsolete:
         remove_kept(kept)
     return beginning, cleared
+
+
+def begin_together(
+    crew: Crew, held: ExitStack, folder: Path, resume: Resume, scratch: Path | None
+) -> tuple[Beginning, tuple[Path, ...]]:
+    """Find where all ranks begin; the first one takes the run folder and looks, until `held` ends.
+
+    Raises:
+        InputError, FileFormatError, StorageError: as `claim_run` and `find_beginning`.
+        PeerLostError: on other ranks, when the first one was refused.
+    """
+    found: list[tuple[Beginning, tuple[Path, ...]]] = []
+
+    def look() -> str:
+        held.enter_context(claim_run(folder))
+        found.append(begin(folder, resume, scratch))
+        checkpoint = found[0][0].checkpoint
+        return "" if checkpoint is None else str(checkpoint)
+
+    checkpoint = crew.lead(look)
+    if found:
+        return found[0]
+    return Beginning(checkpoint=Path(checkpoint) if checkpoint else None, skipped=()), ()
 
 
 def fill_states(

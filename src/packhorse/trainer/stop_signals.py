@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, Self
 
 from packhorse.errors import StoppedError
+from packhorse.trainer.crew import Crew
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
@@ -87,6 +88,35 @@ class StopSignals:
         late = self._name is not None and time.monotonic() - self._came_s > GRACE_S
         if self._can_give_up and late:
             raise GivenUpError
+
+
+class AgreedSignals:
+    """Signals that stop all ranks, whichever of them they came to."""
+
+    def __init__(self, signals: StopSignals, crew: Crew) -> None:
+        self._signals = signals
+        self._crew = crew
+        self._name: str | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The signal that all ranks know of; None so far."""
+        return self._name
+
+    def ask(self) -> str | None:
+        """Ask all ranks for the first signal that came to one of them; all of them ask together."""
+        if self._name is None:
+            mine = self._signals.name
+            names = [number.name for number in SIGNALS]
+            found = self._crew.agree(0 if mine is None else 1 + names.index(mine))
+            self._name = names[found - 1] if found else None
+        return self._name
+
+    @contextmanager
+    def giving_up(self, *, allowed: bool) -> Generator[None]:
+        """See `StopSignals.giving_up`."""
+        with self._signals.giving_up(allowed=allowed):
+            yield
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class ProcessTransport:
         try:
             group.send([tensor], _place_in(self._rank, peer), 0).wait()
         except RuntimeError as error:
-            raise self._lost(f"sending to rank {peer}", error) from error
+            raise explain_loss(self._store, f"sending to rank {peer}", error) from error
 
     def receive(self, tensor: Tensor, peer: int) -> None:
         """Fill a tensor with a peer's next message; blocks until it is there."""
@@ -68,7 +68,8 @@ class ProcessTransport:
         try:
             group.recv([tensor], _place_in(self._rank, peer), 0).wait()
         except RuntimeError as error:
-            raise self._lost(f"waiting for a message from rank {peer}", error) from error
+            where = f"waiting for a message from rank {peer}"
+            raise explain_loss(self._store, where, error) from error
 
     def abort(self, reason: str) -> None:
         """Leave word of why this rank ends; others notice when its process is gone."""
@@ -78,10 +79,12 @@ class ProcessTransport:
         """Give up the channels."""
         self._groups.clear()
 
-    def _lost(self, where: str, error: RuntimeError) -> PeerLostError:
-        word = find_word(self._store)
-        what = "another rank is gone" if word is None else f"another rank has failed: {word}"
-        return PeerLostError(what, where=f"{where}: {str(error).partition(chr(10))[0]}")
+
+def explain_loss(store: Store, where: str, error: RuntimeError) -> PeerLostError:
+    """Word a failed message: why another rank ended, if it left word."""
+    word = find_word(store)
+    what = "another rank is gone" if word is None else f"another rank has failed: {word}"
+    return PeerLostError(what, where=f"{where}: {str(error).partition(chr(10))[0]}")
 
 
 def _place_in(rank: int, peer: int) -> int:

@@ -1,0 +1,227 @@
+"""The ranks of a run, as its training loop sees them: who leads, and what all agree on.
+
+In: the meeting of the ranks. Out: a `Crew`. What depends on files, clocks or signals is decided by
+the first rank alone, or agreed on: then all ranks do the same in every step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Final, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from packhorse.errors import PackhorseError, PeerLostError
+from packhorse.runtime.transport.processes import Channel, ProcessTransport, explain_loss
+from packhorse.runtime.transport.spec import Transport
+from packhorse.runtime.transport.store import Store
+
+LEAD_WAIT: Final = timedelta(hours=6)
+"""How long the others wait for what the first rank does alone: it may plan, or read all data."""
+
+
+class Met(Protocol):
+    """Ranks that have met, as one of them sees it."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def store(self) -> Store:
+        """The key-value store that all ranks met at."""
+        ...
+
+    def broadcast(self, text: str | None, *, wait: timedelta | None = None) -> str:
+        """Give the first rank's text to all."""
+        ...
+
+
+class Crew(Protocol):
+    """All ranks of a run, from where one of them stands."""
+
+    @property
+    def rank(self) -> int:
+        """This rank; the first, 0, leads."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def lead(self, work: Callable[[], str]) -> str:
+        """Let the first rank do something; give what it found, on every rank.
+
+        Raises:
+            PackhorseError: on the first rank, what went wrong there.
+            PeerLostError: on the others, that it did.
+        """
+        ...
+
+    def lead_flag(self, look: Callable[[], bool]) -> bool:
+        """Let the first rank look; give what it saw, on every rank."""
+        ...
+
+    def agree(self, number: int) -> int:
+        """Give the largest number of any rank, on every rank."""
+        ...
+
+    def open_transport(self, channels: Iterable[Channel]) -> Transport | None:
+        """Open the channels of all ranks; None where there is one rank."""
+        ...
+
+    def send_text(self, text: str, peer: int) -> None:
+        """Hand a text to a peer; blocks until it is on its way."""
+        ...
+
+    def receive_text(self, peer: int) -> str:
+        """Take a peer's next text."""
+        ...
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Hand a contiguous tensor to a peer; blocks until it may be changed again."""
+        ...
+
+    def receive(self, tensor: Tensor, peer: int) -> None:
+        """Fill a contiguous tensor with a peer's next one."""
+        ...
+
+
+class Alone:
+    """The crew of a run of one rank."""
+
+    rank = 0
+    num_ranks = 1
+
+    def lead(self, work: Callable[[], str]) -> str:
+        """See Crew."""
+        return work()
+
+    def lead_flag(self, look: Callable[[], bool]) -> bool:
+        """See Crew."""
+        return look()
+
+    def agree(self, number: int) -> int:
+        """See Crew."""
+        return number
+
+    def open_transport(self, channels: Iterable[Channel]) -> Transport | None:
+        """See Crew."""
+        del channels
+
+    def send_text(self, text: str, peer: int) -> None:
+        """See Crew."""
+        raise _no_peer(peer, text)
+
+    def receive_text(self, peer: int) -> str:
+        """See Crew."""
+        raise _no_peer(peer)
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """See Crew."""
+        raise _no_peer(peer, tensor)
+
+    def receive(self, tensor: Tensor, peer: int) -> None:
+        """See Crew."""
+        raise _no_peer(peer, tensor)
+
+
+ALONE: Final = Alone()
+
+
+class MetCrew:
+    """The crew of a run whose ranks are processes."""
+
+    def __init__(self, meeting: Met) -> None:
+        self._meeting = meeting
+
+    @property
+    def rank(self) -> int:
+        """See Crew."""
+        return self._meeting.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """See Crew."""
+        return self._meeting.num_ranks
+
+    def lead(self, work: Callable[[], str]) -> str:
+        """See Crew."""
+        if self.rank:
+            found = cast(
+                "dict[str, str]", json.loads(self._meeting.broadcast(None, wait=LEAD_WAIT))
+            )  # as below
+            if "error" in found:
+                raise PeerLostError(f"rank 0 has failed: {found['error']}", where="rank 0")
+            return found["found"]
+        try:
+            text = work()
+        except PackhorseError as error:
+            self._meeting.broadcast(json.dumps({"error": error.what}))
+            raise
+        self._meeting.broadcast(json.dumps({"found": text}))
+        return text
+
+    def lead_flag(self, look: Callable[[], bool]) -> bool:
+        """See Crew."""
+        return self.lead(lambda: json.dumps(look())) == "true"
+
+    def agree(self, number: int) -> int:
+        """See Crew."""
+        largest = torch.tensor([number])
+        with self._watching("agreeing"):
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest.item())
+
+    def open_transport(self, channels: Iterable[Channel]) -> Transport | None:
+        """See Crew."""
+        return ProcessTransport(channels, self._meeting.store)
+
+    def send_text(self, text: str, peer: int) -> None:
+        """See Crew."""
+        written = text.encode()
+        self.send(torch.tensor([len(written)]), peer)
+        if written:
+            self.send(torch.frombuffer(bytearray(written), dtype=torch.uint8), peer)
+
+    def receive_text(self, peer: int) -> str:
+        """See Crew."""
+        length = torch.empty(1, dtype=torch.int64)
+        self.receive(length, peer)
+        written = torch.empty(int(length.item()), dtype=torch.uint8)
+        if written.numel():
+            self.receive(written, peer)
+        return written.numpy().tobytes().decode()
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """See Crew."""
+        with self._watching(f"sending to rank {peer}"):
+            dist.send(tensor, peer)
+
+    def receive(self, tensor: Tensor, peer: int) -> None:
+        """See Crew."""
+        with self._watching(f"waiting for rank {peer}"):
+            dist.recv(tensor, peer)
+
+    @contextmanager
+    def _watching(self, where: str) -> Generator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise explain_loss(self._meeting.store, where, error) from error
+
+
+def _no_peer(peer: int, *_: object) -> ValueError:
+    return ValueError(f"there is no rank {peer}: this one is alone")

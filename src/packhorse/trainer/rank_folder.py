@@ -1,0 +1,81 @@
+"""What a rank beside the first one writes into the run folder: its own log and timelines.
+
+    logs/rank-N.log
+    timeline-predicted-rank-N.json  timeline-measured-rank-N.json
+
+Metrics, plan, checkpoints and the model are the first rank's, which writes them for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, TextIO
+
+from packhorse.storage.durable import write_durably
+from packhorse.storage.space import explain_failure
+from packhorse.trainer.run_folder import MEASURED_NAME, PREDICTED_NAME, stamp_line
+
+_OWN: Final = (MEASURED_NAME, PREDICTED_NAME)
+
+
+class RankFolder:
+    """The run folder, as a rank beside the first one has it.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+
+    def __init__(self, path: Path, *, rank: int) -> None:
+        self.path = path
+        self._rank = rank
+        log = path / "logs" / f"rank-{rank}.log"
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            self._log: TextIO = log.open("a", encoding="utf-8")
+        except OSError as error:
+            raise explain_failure(error, log, "use the run folder") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._log.close()
+
+    def write_file(self, name: str, text: str) -> None:
+        """Replace one of this rank's own files durably; what the first rank writes is left to it.
+
+        Raises:
+            StorageError: the disk is full or unwritable.
+        """
+        if name in _OWN:
+            write_durably(self.path / name.replace(".json", f"-rank-{self._rank}.json"), text)
+
+    def write_metrics(self, metrics: Mapping[str, float | int | None]) -> None:
+        """Leave metrics to the first rank."""
+
+    def has_evaluation(self, step: int) -> bool:
+        """Only the first rank knows.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"the first rank knows whether step {step} is evaluated")
+
+    def write_log(self, text: str) -> None:
+        """Append a line with the time to this rank's log.
+
+        Raises:
+            StorageError: the disk is full or unwritable.
+        """
+        try:
+            self._log.write(stamp_line(text))
+            self._log.flush()
+        except OSError as error:
+            raise explain_failure(error, Path(self._log.name), "append to the log") from error
