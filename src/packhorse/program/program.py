@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packhorse.program.buffers import Buffer, BufferId, Layout, Pool, PoolId
 from packhorse.program.tasks import Task
@@ -52,9 +52,8 @@ class Program:
                 return buffer.home is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProofEntry:
-    """What the verifier's replay saw at one task.
+class ProofEntry(NamedTuple):
+    """What the verifier's replay saw at one task; a long program has a million.
 
     `used_bytes` is each pool's ledger after the task; `peak_bytes` while it ran, workspace and
     new buffers counted.

@@ -220,48 +220,42 @@ Task = (
     | Export
 )
 
+Accesses = tuple[TierName, tuple[BufferId, ...], TierName, tuple[BufferId, ...]]
+"""The tier of the reads, the reads, the tier of the writes, the writes."""
 
-def reads_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
-    """Every buffer a task reads, with the tier where it must be present."""
+
+def accesses_of(task: Task) -> Accesses:
+    """What a task reads and writes, and in which tiers: a task reads in one, and writes in one."""
     # Whoever plans asks this millions of times, so the most frequent kinds come first.
     match task:
         case Free():
-            return ((task.buffer, task.tier),)
+            return task.tier, (task.buffer,), task.tier, ()
         case Copy():
-            return ((task.buffer, task.source),)
-        case Forward() | Backward() | Recompute() | SegmentNorm() | GradNorm():
-            return tuple([(buffer, "device") for buffer in task.reads])
-        case InputGrad() | WeightGrad():
-            return tuple([(buffer, "device") for buffer in task.reads])
+            return task.source, (task.buffer,), task.target, (task.buffer,)
+        case Forward() | Backward() | Recompute() | InputGrad() | WeightGrad():
+            return "device", task.reads, "device", task.writes
+        case Send() | Emit() | Export():
+            return "device", (task.buffer,), "device", ()
+        case Recv() | Import():
+            return "device", (), "device", (task.buffer,)
         case Update():
-            return tuple([(buffer, task.where) for buffer in task.reads])
-        case SumTied() | PackNorms() | PackLosses():
-            return tuple([(buffer, "device") for buffer in task.reads])
-        case Emit() | Export() | Send():
-            return ((task.buffer, "device"),)
-        case Feed() | Import() | Recv():
-            return ()
+            return task.where, task.reads, task.where, task.writes
+        case Feed():
+            return "device", (), "device", task.writes
+        case SegmentNorm() | GradNorm() | SumTied() | PackNorms() | PackLosses():
+            return "device", task.reads, "device", task.writes
+
+
+def reads_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
+    """Every buffer a task reads, with the tier where it must be present."""
+    tier, read, _, _ = accesses_of(task)
+    return tuple([(buffer, tier) for buffer in read])
 
 
 def writes_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
     """Every buffer a task creates or changes, with its tier. Free is not a write."""
-    match task:
-        case Free():
-            return ()
-        case Copy():
-            return ((task.buffer, task.target),)
-        case Forward() | Backward() | Recompute() | SegmentNorm() | GradNorm() | Feed():
-            return tuple([(buffer, "device") for buffer in task.writes])
-        case InputGrad() | WeightGrad():
-            return tuple([(buffer, "device") for buffer in task.writes])
-        case Update():
-            return tuple([(buffer, task.where) for buffer in task.writes])
-        case SumTied() | PackNorms() | PackLosses():
-            return tuple([(buffer, "device") for buffer in task.writes])
-        case Import() | Recv():
-            return ((task.buffer, "device"),)
-        case Emit() | Export() | Send():
-            return ()
+    _, _, tier, written = accesses_of(task)
+    return tuple([(buffer, tier) for buffer in written])
 
 
 def workspace_of(task: Task) -> int:
