@@ -31,7 +31,7 @@ from typing import Final, NamedTuple
 
 from packhorse.machine.spec import Machine
 from packhorse.program.buffers import Pool, PoolId
-from packhorse.program.lanes import assign_lanes, has_transfers
+from packhorse.program.lanes import has_transfers, lanes_used
 from packhorse.program.program import Program
 from packhorse.program.tasks import Emit, Lane, Task
 from packhorse.simulator.costs import CostModel, TaskCosts
@@ -193,7 +193,7 @@ def lanes_of_run(
 ) -> tuple[Mapping[Lane, str], Sequence[SharedPath]]:
     """Give the worker of each lane as the runtime has them, and the paths that lanes share."""
     if has_transfers(program.tasks):
-        lanes = {lane: lane for lane in assign_lanes(program.tasks)}
+        lanes = {lane: lane for lane in lanes_used(program.tasks)}
         return {**OVERLAPPED, **lanes}, sharing_of(machine)
     return INLINE, ()
 
