@@ -48,6 +48,7 @@ from packhorse.model.parts import whole_of
 from packhorse.model.spec import Model
 from packhorse.plan.spec import Plan
 from packhorse.program.buffers import Buffer, BufferId, Layout
+from packhorse.program.bulk import collector_waits
 from packhorse.program.program import Program, ProgramKind
 from packhorse.program.tasks import Task, accesses_of
 
@@ -107,6 +108,7 @@ class Lowerer:
         self._transients: dict[object, Mapping[BufferId, Buffer]] = {}
         self._heap_bytes: dict[object, int] = {}
 
+    @collector_waits()
     def lower(
         self, plan: Plan, kind: ProgramKind, *, eval_microbatches: int | None = None
     ) -> Program:

@@ -22,6 +22,7 @@ from typing import Literal, assert_never
 
 from packhorse.model.spec import Block, BlockId, Model
 from packhorse.plan.spec import Order
+from packhorse.program.bulk import collector_waits
 from packhorse.schedule.messages import order_tasks
 from packhorse.schedule.spec import Backward, Forward, InputGrad, Schedule, WeightGrad
 
@@ -80,6 +81,7 @@ def run_forward(model: Model, num_microbatches: int, *, num_together: int = 1) -
     )
 
 
+@collector_waits()
 def run_pipelined(
     model: Model, schedule: Schedule, stages: Sequence[Sequence[BlockId]]
 ) -> tuple[Run, ...]:

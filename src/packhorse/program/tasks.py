@@ -278,27 +278,29 @@ def lane_of(task: Task) -> Lane:
 
     The norm, a few bytes that all updates in the host wait for, never queues behind gradients.
     """
-    if not isinstance(task, Copy | Update | Send | Recv):
-        return "compute"
     match task:
+        case Free() | Forward() | Backward():
+            return "compute"
+        case Copy():
+            return _copy_lane(task)
         case Send():
             return send_lane(task.peer)
         case Recv():
             return receive_lane(task.peer)
-        case Copy() if task.buffer == NORM:
-            return "compute"
-        case Copy(source="disk"):
-            return "disk_read"
-        case Copy(target="disk"):
-            return "disk_write"
-        case Copy(target="device"):
-            return "copy_in"
-        case Copy():
-            return "copy_out"
-        case Update(where="host"):
-            return "update"
+        case Update():
+            return "update" if task.where == "host" else "compute"
         case _:
             return "compute"
+
+
+def _copy_lane(task: Copy) -> Lane:
+    if task.buffer == NORM:
+        return "compute"
+    if task.source == "disk":
+        return "disk_read"
+    if task.target == "disk":
+        return "disk_write"
+    return "copy_in" if task.target == "device" else "copy_out"
 
 
 def send_lane(peer: int) -> Lane:

@@ -31,6 +31,7 @@ from typing import Final, NamedTuple
 
 from packhorse.machine.spec import Machine
 from packhorse.program.buffers import Pool, PoolId
+from packhorse.program.bulk import collector_waits
 from packhorse.program.lanes import has_transfers, lanes_used
 from packhorse.program.program import Program
 from packhorse.program.tasks import Emit, Lane, Task
@@ -39,7 +40,7 @@ from packhorse.simulator.footprints import Footprint, find_footprints
 from packhorse.simulator.ledger import Ledger
 from packhorse.simulator.sharing import PathCalendar, SharedPath, sharing_of
 from packhorse.timeline.names import LANES, kind_of, name_of
-from packhorse.timeline.spec import Span, Timeline, curve_from
+from packhorse.timeline.spec import Span, Timeline
 
 ISSUER: Final = "issuer"
 """The worker that is the issuing thread itself: nothing is issued while it works."""
@@ -133,6 +134,7 @@ class Rehearsal:
         return _run(ordered, ledger, self._workers, self._shared, self._rounds)
 
 
+@collector_waits()
 def simulate_program(
     program: Program,
     *,
@@ -183,7 +185,7 @@ def tell_times(
                 zip(ordered, times.starts_ns, times.ends_ns, strict=True)
             )
         ),
-        memory={pool: curve_from(curve, zero_ns) for pool, curve in ledger.curves().items()},
+        memory=ledger.curves(zero_ns),
         since_ns=times.since_ns - zero_ns,
     )
 

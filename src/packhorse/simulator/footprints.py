@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from packhorse.program.buffers import Buffer, BufferId, PoolId, TierName
 from packhorse.program.lanes import assign_lanes
@@ -30,6 +30,9 @@ from packhorse.simulator.sharing import SharedPath, stretch_of
 from packhorse.timeline.names import name_of
 
 Place = tuple[BufferId, TierName]
+
+# Making a union for each task takes longer than asking for it.
+_MEETING: Final = (Send, Recv)
 
 
 class Footprint(NamedTuple):
@@ -122,7 +125,7 @@ def find_footprints(
                 frees,
                 shares,
                 frees or workspace_bytes > 0,
-                isinstance(task, Send | Recv),
+                isinstance(task, _MEETING),
             )
         )
     homes = tuple(

@@ -29,6 +29,7 @@ from typing import Final
 
 from packhorse.errors import MismatchError
 from packhorse.model.spec import Model
+from packhorse.program.bulk import collector_waits
 from packhorse.program.digest import digest_program
 from packhorse.program.program import Program, Proof, ProofEntry
 from packhorse.verifier.capacity import check_capacity, check_start
@@ -103,6 +104,7 @@ RULES: Final[tuple[Rule, ...]] = (
 TASK_CHECKS: Final = tuple(rule.check for rule in RULES if isinstance(rule, TaskRule))
 
 
+@collector_waits()
 def verify_program(program: Program, model: Model | None = None) -> Proof:
     """Replay a program and check every rule.
 
