@@ -8,12 +8,12 @@ long as making them.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
 @contextmanager
-def collector_waits() -> Iterator[None]:
+def collector_waits() -> Generator[None, None, None]:
     """Look for no circles inside; what nobody refers to is freed at once all the same.
 
     Where the collector is off already it stays off. Threads that are inside together may find it on
