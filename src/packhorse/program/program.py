@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from packhorse.program.buffers import Buffer, BufferId, Layout, Pool, PoolId
 from packhorse.program.tasks import Task
@@ -52,8 +52,9 @@ class Program:
                 return buffer.home is not None
 
 
-class ProofEntry(NamedTuple):
-    """What the verifier's replay saw at one task; a long program has a million.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofEntry:
+    """What the verifier's replay saw at one task.
 
     `used_bytes` is each pool's ledger after the task; `peak_bytes` while it ran, workspace and
     new buffers counted.

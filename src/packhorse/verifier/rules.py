@@ -149,7 +149,7 @@ def _replay_tasks(replay: Replay) -> list[ProofEntry]:
             check(replay)
         peak_bytes = replay.peak_bytes
         replay.end_task()
-        entries.append(ProofEntry(task, replay.used_bytes, peak_bytes))
+        entries.append(ProofEntry(task=task, used_bytes=replay.used_bytes, peak_bytes=peak_bytes))
     for rule in RULES:
         if isinstance(rule, StepRule):
             rule.check(replay)
