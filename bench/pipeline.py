@@ -4,7 +4,8 @@ Two decoders are trained on two processes of one thread each, with few and many 
 sides compute with the same module, cut in the same places, and tell loss and global norm; every
 schedule does a step in turn, so that what else the machine does hits all alike. The bar is for the
 schedules that both have: no slower. Beside it: torch's schedules in halves; what rank 0 and 1 were
-idle for, against the simulator fed with the durations that this run measured.
+idle for, and how long a step took, against the simulator fed with the durations that this run
+measured.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from packhorse.optim.optimizers import AdamW
 from packhorse.program.program import Program
 from packhorse.program.tasks import Task
 from packhorse.simulator.joint import simulate_ranks
-from packhorse.units import format_ns
+from packhorse.timeline.spec import Timeline
+from packhorse.units import format_ns, format_percent
 
 NUM_RANKS: Final = 2
 MODELS: Final = {"20M": (384, 8), "60M": (640, 10)}
@@ -39,6 +41,7 @@ NUM_STEPS: Final = 10
 NUM_QUICK_STEPS: Final = 2
 LIMIT: Final = 1.0
 MAX_IDLE_POINTS: Final = 0.03
+MAX_STEP_OFF: Final = 0.1
 
 
 class MeasuredCosts:
@@ -72,7 +75,10 @@ def measure(bench: Bench) -> None:
             bench.say(f"{name}, {count} micro-batches")
             told = run_ranks(shape, NUM_QUICK_STEPS if bench.quick else NUM_STEPS)
             bench.add(f"{name}, {count} micro-batches of 1 x 128 tokens", list_steps(told))
-            bench.add(f"{name}, {count} micro-batches: idle time", list_idle(shape, told))
+            predicted = simulate_told(shape, told)
+            bench.add(f"{name}, {count} micro-batches: idle time", list_idle(told, predicted))
+            words = f"{name}, {count} micro-batches: predicted step"
+            bench.add(words, list_predicted(told, predicted))
 
 
 def run_ranks(shape: Shape, num_steps: int) -> list[dict[str, Any]]:
@@ -119,20 +125,31 @@ def list_steps(told: Sequence[Mapping[str, Any]]) -> list[Figure]:
     return figures
 
 
-def list_idle(shape: Shape, told: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    """The share of a step in which a rank's compute lane was idle, measured and simulated."""
+def simulate_told(
+    shape: Shape, told: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Sequence[Timeline]]:
+    """Simulate each schedule's ranks with the durations of tasks that they told."""
     torch.manual_seed(0)
     tokens, labels = make_batch(shape, 0)
     feed = {"input_ids": tokens[: shape.rows], "labels": labels[: shape.rows]}
     subject = trace_subject(Decoder(shape), feed, AdamW(lr=1e-4))
-    figures: list[Figure] = []
+    predicted: dict[str, Sequence[Timeline]] = {}
     for name in BOTH:
         programs = lower(subject, shape, name, NUM_RANKS).programs["train_step"]
         costs = [
             MeasuredCosts(program, told[rank]["told"][name]["duration_ns"])
             for rank, program in enumerate(programs)
         ]
-        timelines = simulate_ranks(programs, costs)
+        predicted[name] = simulate_ranks(programs, costs)
+    return predicted
+
+
+def list_idle(
+    told: Sequence[Mapping[str, Any]], predicted: Mapping[str, Sequence[Timeline]]
+) -> list[Figure]:
+    """The share of a step in which a rank's compute lane was idle, measured and simulated."""
+    figures: list[Figure] = []
+    for name, timelines in predicted.items():
         for rank, timeline in enumerate(timelines):
             own = told[rank]["told"][name]
             pairs = zip(own["busy_ns"], own["step_ns"], strict=True)
@@ -141,6 +158,20 @@ def list_idle(shape: Shape, told: Sequence[Mapping[str, Any]]) -> list[Figure]:
             off = abs(measured - simulated)
             words = f"{name}, rank {rank}: measured {measured:.1%}, simulated {simulated:.1%}, off"
             figures.append(at_most(words, off, MAX_IDLE_POINTS, show=_show_points))
+    return figures
+
+
+def list_predicted(
+    told: Sequence[Mapping[str, Any]], predicted: Mapping[str, Sequence[Timeline]]
+) -> list[Figure]:
+    """Each schedule's simulated step against the measured one, barrier to barrier."""
+    figures: list[Figure] = []
+    for name, timelines in predicted.items():
+        step_ns = max(timeline.makespan_ns for timeline in timelines)
+        wall_ns = median(step["wall_ns"] for step in told[0]["taken"][f"packhorse {name}"])
+        words = f"{name}: {format_ns(step_ns)} for {format_ns(wall_ns)}, off"
+        off = abs(step_ns / wall_ns - 1)
+        figures.append(at_most(words, off, MAX_STEP_OFF, show=format_percent))
     return figures
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -257,8 +258,8 @@ def tell_tasks(program: Program, timelines: Sequence[Timeline]) -> dict[str, lis
         for span in timeline.spans:
             by_index.setdefault(span.index, []).append(span.end_ns - span.start_ns)
     for index, task in enumerate(program.tasks):
-        times = sorted(by_index[index])
-        found["duration_ns"].append(times[0] if _waits(task) else times[len(times) // 2])
+        times = by_index[index]
+        found["duration_ns"].append(min(times) if _waits(task) else round(median(times)))
     return found
 
 

@@ -48,8 +48,9 @@ from packhorse.model.parts import whole_of
 from packhorse.model.spec import Model
 from packhorse.plan.spec import PipelinePlan, Plan
 from packhorse.program.buffers import Buffer, BufferId, Layout
+from packhorse.program.bulk import collector_waits
 from packhorse.program.program import Program, ProgramKind
-from packhorse.program.tasks import Task, reads_of, writes_of
+from packhorse.program.tasks import Task, accesses_of
 
 HOISTED: Final[tuple[ProgramKind, ...]] = ("train_step", "evaluate", "save")
 """What brings states into the device for work; other kinds only carry them through."""
@@ -109,6 +110,7 @@ class Lowerer:
         # Held with what they were made from, so that no other one can come to the same id.
         self._pipelined: dict[int, tuple[PipelinePlan, Runs]] = {}
 
+    @collector_waits()
     def lower(
         self, plan: Plan, kind: ProgramKind, *, eval_microbatches: int | None = None
     ) -> Program:
@@ -273,13 +275,14 @@ class Lowerer:
     def _keep_order(
         self, key: object, plan: Plan, layout: Layout, tasks: tuple[Task, ...], count: int
     ) -> _Ordered:
-        touched = frozenset(
-            buffer for task in tasks for buffer, _ in (*reads_of(task), *writes_of(task))
-        )
+        touched: set[BufferId] = set()
+        for task in tasks:
+            _, read, _, written = accesses_of(task)
+            touched.update(read, written)
         transients = self._name_transients(plan, layout, count)
         self._orders[key] = _Ordered(
             tasks=tasks,
-            touched=touched,
+            touched=frozenset(touched),
             transients={name: each for name, each in transients.items() if name in touched},
             num_microbatches=count,
         )

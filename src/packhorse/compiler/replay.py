@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packhorse.program.buffers import Buffer, BufferId, PoolId, TierName
-from packhorse.program.tasks import Free, Task, workspace_of, writes_of
+from packhorse.program.tasks import Free, Task, accesses_of, workspace_of
 
 Bytes = npt.NDArray[np.int64]
 
@@ -60,25 +60,27 @@ def replay_pools(
     """
     pools = {pool: 0 for buffer in buffers.values() for pool in buffer.pools.values()}
     start_bytes = {workspace_pool: 0, **pools}
-    present: set[tuple[BufferId, TierName]] = set()
+    present: dict[TierName, set[BufferId]] = {"device": set(), "host": set(), "disk": set()}
     for buffer in buffers.values():
         if buffer.home is not None and finds(buffer):
-            present.add((buffer.id, buffer.home))
+            present[buffer.home].add(buffer.id)
             start_bytes[buffer.pools[buffer.home]] += buffer.size_bytes
     # One place more than tasks: what the last one frees goes after it.
     changes = {pool: [0] * (len(tasks) + 1) for pool in start_bytes}
     workspace = [workspace_of(task) for task in tasks]
     for position, task in enumerate(tasks):
         if isinstance(task, Free):
-            present.discard((task.buffer, task.tier))
+            present[task.tier].discard(task.buffer)
             buffer = buffers[task.buffer]
             changes[buffer.pools[task.tier]][position + 1] -= buffer.size_bytes
             continue
-        for place in writes_of(task):
-            if place not in present:
-                present.add(place)
-                buffer = buffers[place[0]]
-                changes[buffer.pools[place[1]]][position] += buffer.size_bytes
+        _, _, tier, written = accesses_of(task)
+        there = present[tier]
+        for name in written:
+            if name not in there:
+                there.add(name)
+                buffer = buffers[name]
+                changes[buffer.pools[tier]][position] += buffer.size_bytes
     task_bytes = {
         pool: start_bytes[pool] + np.cumsum(np.asarray(change[: len(tasks)], dtype=np.int64))
         for pool, change in changes.items()

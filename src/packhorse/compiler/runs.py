@@ -22,6 +22,7 @@ from typing import Literal, assert_never
 
 from packhorse.model.spec import Block, BlockId, Model
 from packhorse.plan.spec import Order, PipelinePlan
+from packhorse.program.bulk import collector_waits
 from packhorse.schedule.messages import order_tasks
 from packhorse.schedule.spec import Backward, Forward, InputGrad, WeightGrad
 
@@ -82,6 +83,7 @@ def run_forward(model: Model, num_microbatches: int, *, num_together: int = 1) -
     )
 
 
+@collector_waits()
 def run_pipelined(model: Model, pipeline: PipelinePlan) -> tuple[Run, ...]:
     """Order a training step of all the ranks that share a model, the whole of it."""
     runs: list[Run] = []

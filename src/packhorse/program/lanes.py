@@ -17,25 +17,34 @@ from packhorse.program.tasks import (
     Recv,
     Send,
     Task,
+    accesses_of,
     lane_of,
-    reads_of,
-    writes_of,
 )
 
 
 def assign_lanes(tasks: Sequence[Task]) -> tuple[Lane, ...]:
     """Give each task's lane."""
-    last: dict[tuple[BufferId, TierName], Lane] = {}
+    last: dict[TierName, dict[BufferId, Lane]] = {"device": {}, "host": {}, "disk": {}}
     lanes: list[Lane] = []
     for task in tasks:
-        lane = lane_of(task)
         if isinstance(task, Free):
-            lane = last.get((task.buffer, task.tier), lane)
-        else:
-            for place in (*reads_of(task), *writes_of(task)):
-                last[place] = lane
+            lanes.append(last[task.tier].get(task.buffer, lane_of(task)))
+            continue
+        lane = lane_of(task)
+        read_tier, read, write_tier, written = accesses_of(task)
+        there = last[read_tier]
+        for buffer in read:
+            there[buffer] = lane
+        there = last[write_tier]
+        for buffer in written:
+            there[buffer] = lane
         lanes.append(lane)
     return tuple(lanes)
+
+
+def lanes_used(tasks: Sequence[Task]) -> frozenset[Lane]:
+    """The lanes of a program's tasks."""
+    return frozenset(map(lane_of, tasks))
 
 
 def has_transfers(tasks: Sequence[Task]) -> bool:

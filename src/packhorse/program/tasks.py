@@ -220,48 +220,42 @@ Task = (
     | Export
 )
 
+Accesses = tuple[TierName, tuple[BufferId, ...], TierName, tuple[BufferId, ...]]
+"""The tier of the reads, the reads, the tier of the writes, the writes."""
 
-def reads_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
-    """Every buffer a task reads, with the tier where it must be present."""
+
+def accesses_of(task: Task) -> Accesses:
+    """What a task reads and writes, and in which tiers: a task reads in one, and writes in one."""
     # Whoever plans asks this millions of times, so the most frequent kinds come first.
     match task:
         case Free():
-            return ((task.buffer, task.tier),)
+            return task.tier, (task.buffer,), task.tier, ()
         case Copy():
-            return ((task.buffer, task.source),)
-        case Forward() | Backward() | Recompute() | SegmentNorm() | GradNorm():
-            return tuple([(buffer, "device") for buffer in task.reads])
-        case InputGrad() | WeightGrad():
-            return tuple([(buffer, "device") for buffer in task.reads])
+            return task.source, (task.buffer,), task.target, (task.buffer,)
+        case Forward() | Backward() | Recompute() | InputGrad() | WeightGrad():
+            return "device", task.reads, "device", task.writes
+        case Send() | Emit() | Export():
+            return "device", (task.buffer,), "device", ()
+        case Recv() | Import():
+            return "device", (), "device", (task.buffer,)
         case Update():
-            return tuple([(buffer, task.where) for buffer in task.reads])
-        case SumTied() | PackNorms() | PackLosses():
-            return tuple([(buffer, "device") for buffer in task.reads])
-        case Emit() | Export() | Send():
-            return ((task.buffer, "device"),)
-        case Feed() | Import() | Recv():
-            return ()
+            return task.where, task.reads, task.where, task.writes
+        case Feed():
+            return "device", (), "device", task.writes
+        case SegmentNorm() | GradNorm() | SumTied() | PackNorms() | PackLosses():
+            return "device", task.reads, "device", task.writes
+
+
+def reads_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
+    """Every buffer a task reads, with the tier where it must be present."""
+    tier, read, _, _ = accesses_of(task)
+    return tuple([(buffer, tier) for buffer in read])
 
 
 def writes_of(task: Task) -> tuple[tuple[BufferId, TierName], ...]:
     """Every buffer a task creates or changes, with its tier. Free is not a write."""
-    match task:
-        case Free():
-            return ()
-        case Copy():
-            return ((task.buffer, task.target),)
-        case Forward() | Backward() | Recompute() | SegmentNorm() | GradNorm() | Feed():
-            return tuple([(buffer, "device") for buffer in task.writes])
-        case InputGrad() | WeightGrad():
-            return tuple([(buffer, "device") for buffer in task.writes])
-        case Update():
-            return tuple([(buffer, task.where) for buffer in task.writes])
-        case SumTied() | PackNorms() | PackLosses():
-            return tuple([(buffer, "device") for buffer in task.writes])
-        case Import() | Recv():
-            return ((task.buffer, "device"),)
-        case Emit() | Export() | Send():
-            return ()
+    _, _, tier, written = accesses_of(task)
+    return tuple([(buffer, tier) for buffer in written])
 
 
 def workspace_of(task: Task) -> int:
@@ -284,27 +278,29 @@ def lane_of(task: Task) -> Lane:
 
     The norm, a few bytes that all updates in the host wait for, never queues behind gradients.
     """
-    if not isinstance(task, Copy | Update | Send | Recv):
-        return "compute"
     match task:
+        case Free() | Forward() | Backward():
+            return "compute"
+        case Copy():
+            return _copy_lane(task)
         case Send():
             return send_lane(task.peer)
         case Recv():
             return receive_lane(task.peer)
-        case Copy() if task.buffer == NORM:
-            return "compute"
-        case Copy(source="disk"):
-            return "disk_read"
-        case Copy(target="disk"):
-            return "disk_write"
-        case Copy(target="device"):
-            return "copy_in"
-        case Copy():
-            return "copy_out"
-        case Update(where="host"):
-            return "update"
+        case Update():
+            return "update" if task.where == "host" else "compute"
         case _:
             return "compute"
+
+
+def _copy_lane(task: Copy) -> Lane:
+    if task.buffer == NORM:
+        return "compute"
+    if task.source == "disk":
+        return "disk_read"
+    if task.target == "disk":
+        return "disk_write"
+    return "copy_in" if task.target == "device" else "copy_out"
 
 
 def send_lane(peer: int) -> Lane:

@@ -25,7 +25,7 @@ from packhorse.runtime.dependencies import Dependencies, find_dependencies
 from packhorse.runtime.noise import NoiseKey
 from packhorse.storage.extents import align_up
 from packhorse.timeline.names import kind_of, name_of
-from packhorse.timeline.spec import MemoryPoint, Span, Timeline, curve_from
+from packhorse.timeline.spec import Span, Timeline, curve_from
 
 ChunkWork = Callable[[BufferId], None]
 UpdateWork = Callable[[ChunkId, Mapping[str, Tensor], Tensor | None], None]
@@ -203,11 +203,6 @@ class Running:
                 )
                 for index, start_ns, end_ns in sorted(self._spans)
             ),
-            memory={
-                pool: curve_from(
-                    [MemoryPoint(at_ns=at_ns, used_bytes=used) for at_ns, used in points], zero_ns
-                )
-                for pool, points in self._curves.items()
-            },
+            memory={pool: curve_from(points, zero_ns) for pool, points in self._curves.items()},
             since_ns=max(self._since_ns - zero_ns, 0),
         )

@@ -25,7 +25,7 @@ from math import ceil
 from typing import Final, Literal, Protocol, assert_never
 
 from packhorse.errors import InputError, MismatchError
-from packhorse.machine.spec import Link, Machine, TierName
+from packhorse.machine.spec import Link, Machine, PeerLink, TierName
 from packhorse.model.spec import ITEM_BYTES, BlockId, BodyId, Model
 from packhorse.profile.analytic import estimate_input_share
 from packhorse.profile.spec import BodyTime, Profile
@@ -54,7 +54,13 @@ from packhorse.program.tasks import (
     Update,
     WeightGrad,
 )
-from packhorse.simulator.crowding import MOST_CROWDING, core_ns, is_crowded, is_team_work
+from packhorse.simulator.crowding import (
+    MOST_CROWDING,
+    core_ns,
+    is_crowded,
+    is_team_work,
+    total_core_ns,
+)
 
 # What an interpreter spends around a task: tens of dictionary look-ups, two clock readings and a
 # ledger entry; a whole small body with its buffers was measured at 46 us.
@@ -144,8 +150,8 @@ class TaskCosts:
         tasks = self.program.tasks
         if not is_crowded(self.machine) or not has_transfers(tasks):
             return 1.0
-        others_ns = sum(core_ns(task, self.program, self.machine) for task in tasks)
-        team_ns = sum(self.alone_ns(task) for task in tasks if is_team_work(task))
+        others_ns = total_core_ns(self.program, self.machine)
+        team_ns = sum([self.alone_ns(task) for task in tasks if is_team_work(task)])
         return min(1 + others_ns / team_ns, MOST_CROWDING) if team_ns else 1.0
 
     def alone_ns(self, task: Task) -> int:
@@ -162,7 +168,7 @@ class TaskCosts:
                 return TASK_NS + self._transfer_ns(link, task.buffer)
             case Forward():
                 time = self._body_time(task.block)
-                saves = any(buffer.startswith("saved/") for buffer in task.writes)
+                saves = _names_any("saved/", task.writes)
                 return TASK_NS + self._heaped(time.forward_ns if saves else time.discard_ns)
             case Recompute():
                 return TASK_NS + self._heaped(self._body_time(task.block).forward_ns)
@@ -236,17 +242,25 @@ class TaskCosts:
     def _gradient_ns(self, task: Backward | WeightGrad) -> int:
         # A body's time is that of its first micro-batch, which writes its gradients into their
         # chunks. Later ones write them into workspace and add from there: two reads, one write.
-        adds = any(buffer.startswith("grad/") for buffer in task.reads)
-        if not adds or not self.program.layout.chunks:
+        if not self.program.layout.chunks or not _names_any("grad/", task.reads):
             return 0
-        names = self.model.blocks[BlockId(task.block)].parameters
-        elements = sum(
-            parameter.num_elements
-            for parameter in (self.model.parameters[name] for name in names)
-            if parameter.trainable
-        )
+        return self._adding_ns[task.block]
+
+    @cached_property
+    def _adding_ns(self) -> Sequence[int]:
+        # Of each block.
         item_bytes = ITEM_BYTES[self.program.layout.dtypes.get("grad", "float32")]
-        return self._memory_ns(ADD_PASSES * elements * item_bytes)
+        parameters = self.model.parameters
+        return [
+            self._memory_ns(
+                ADD_PASSES
+                * item_bytes
+                * sum(
+                    parameters[n].num_elements for n in block.parameters if parameters[n].trainable
+                )
+            )
+            for block in self.model.blocks
+        ]
 
     def _update_ns(self, task: Update) -> int:
         rate = next((u for u in self.machine.updates if u.tier == task.where), None)
@@ -269,7 +283,7 @@ class TaskCosts:
         return ceil(chunk.num_elements * share * 1e9 / rate.parameters_per_s)
 
     def _link(self, source: TierName, target: TierName) -> Link:
-        link = self.machine.link(source, target)
+        link = self._links.get((source, target))
         if link is None:
             raise InputError(
                 f"the machine has no link from {source} to {target}",
@@ -278,12 +292,21 @@ class TaskCosts:
             )
         return link
 
+    @cached_property
+    def _links(self) -> Mapping[tuple[TierName, TierName], Link]:
+        # The first of several counts.
+        return {(link.source, link.target): link for link in reversed(self.machine.links)}
+
+    @cached_property
+    def _peers(self) -> Mapping[int, PeerLink]:
+        return {link.peer: link for link in reversed(self.machine.peers)}
+
     def _transfer_ns(self, link: Link, buffer: BufferId) -> int:
         size_bytes = self.program.buffers[buffer].size_bytes
         return link.latency_ns + ceil(size_bytes * 1e9 / link.bytes_per_s)
 
     def _message_ns(self, task: Send | Recv) -> int:
-        link = self.machine.peer_link(task.peer)
+        link = self._peers.get(task.peer)
         if link is None:
             raise InputError(
                 f"the machine has no link to rank {task.peer}",
@@ -305,3 +328,7 @@ class TaskCosts:
 
     def _memory_ns(self, size_bytes: int) -> int:
         return ceil(size_bytes * 1e9 / self.machine.memory_bytes_per_s)
+
+
+def _names_any(start: str, names: tuple[BufferId, ...]) -> bool:
+    return any(name.startswith(start) for name in names)

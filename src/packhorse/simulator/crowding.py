@@ -11,13 +11,19 @@ from __future__ import annotations
 from typing import Final
 
 from packhorse.machine.spec import Link, Machine
+from packhorse.program.buffers import TierName
 from packhorse.program.program import Program
 from packhorse.program.tasks import (
-    BlockTask,
+    Backward,
     Copy,
+    Forward,
+    Free,
+    InputGrad,
+    Recompute,
     SegmentNorm,
     Task,
     Update,
+    WeightGrad,
 )
 
 # For machines on which it was not measured. A read lands in pages that were given back, so the
@@ -51,6 +57,20 @@ def core_ns(task: Task, program: Program, machine: Machine) -> int:
     return ISSUE_NS + round(program.buffers[task.buffer].size_bytes * rate)
 
 
+def total_core_ns(program: Program, machine: Machine) -> int:
+    """How long all tasks of a program do so."""
+    rates: dict[tuple[TierName, TierName], float] = {}
+    total_ns = ISSUE_NS * len(program.tasks)
+    for task in program.tasks:
+        if isinstance(task, Copy):
+            way = (task.source, task.target)
+            if way not in rates:
+                link = machine.link(*way)
+                rates[way] = 0.0 if link is None else core_ns_per_byte(link)
+            total_ns += round(program.buffers[task.buffer].size_bytes * rates[way])
+    return total_ns
+
+
 def core_ns_per_byte(link: Link) -> float:
     """A core's time for a byte over a link, measured or usual."""
     if link.core_ns_per_byte is not None:
@@ -60,6 +80,12 @@ def core_ns_per_byte(link: Link) -> float:
 
 def is_team_work(task: Task) -> bool:
     """Whether a task computes in the device with all of its threads."""
-    return isinstance(task, BlockTask | SegmentNorm) or (
-        isinstance(task, Update) and task.where == "device"
-    )
+    match task:
+        case Free() | Copy():
+            return False
+        case Forward() | Backward() | Recompute() | InputGrad() | WeightGrad() | SegmentNorm():
+            return True
+        case Update():
+            return task.where == "device"
+        case _:
+            return False

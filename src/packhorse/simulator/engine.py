@@ -31,7 +31,8 @@ from typing import Final, NamedTuple
 
 from packhorse.machine.spec import Machine
 from packhorse.program.buffers import Pool, PoolId
-from packhorse.program.lanes import assign_lanes, has_transfers
+from packhorse.program.bulk import collector_waits
+from packhorse.program.lanes import has_transfers, lanes_used
 from packhorse.program.program import Program
 from packhorse.program.tasks import Emit, Lane, Task
 from packhorse.simulator.costs import CostModel, TaskCosts
@@ -39,7 +40,7 @@ from packhorse.simulator.footprints import Footprint, find_footprints
 from packhorse.simulator.ledger import Ledger
 from packhorse.simulator.sharing import PathCalendar, SharedPath, sharing_of
 from packhorse.timeline.names import LANES, kind_of, name_of
-from packhorse.timeline.spec import Span, Timeline, curve_from
+from packhorse.timeline.spec import Span, Timeline
 
 ISSUER: Final = "issuer"
 """The worker that is the issuing thread itself: nothing is issued while it works."""
@@ -133,6 +134,7 @@ class Rehearsal:
         return _run(ordered, ledger, self._workers, self._shared, self._rounds)
 
 
+@collector_waits()
 def simulate_program(
     program: Program,
     *,
@@ -183,7 +185,7 @@ def tell_times(
                 zip(ordered, times.starts_ns, times.ends_ns, strict=True)
             )
         ),
-        memory={pool: curve_from(curve, zero_ns) for pool, curve in ledger.curves().items()},
+        memory=ledger.curves(zero_ns),
         since_ns=times.since_ns - zero_ns,
     )
 
@@ -193,7 +195,7 @@ def lanes_of_run(
 ) -> tuple[Mapping[Lane, str], Sequence[SharedPath]]:
     """Give the worker of each lane as the runtime has them, and the paths that lanes share."""
     if has_transfers(program.tasks):
-        lanes = {lane: lane for lane in assign_lanes(program.tasks)}
+        lanes = {lane: lane for lane in lanes_used(program.tasks)}
         return {**OVERLAPPED, **lanes}, sharing_of(machine)
     return INLINE, ()
 

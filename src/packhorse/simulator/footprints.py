@@ -6,10 +6,12 @@ duration and the places that it touches, by number. A place is a buffer in a tie
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from packhorse.program.buffers import Buffer, BufferId, PoolId, TierName
 from packhorse.program.lanes import assign_lanes
@@ -20,15 +22,17 @@ from packhorse.program.tasks import (
     Recv,
     Send,
     Task,
-    reads_of,
+    accesses_of,
     workspace_of,
-    writes_of,
 )
 from packhorse.simulator.costs import CostModel
 from packhorse.simulator.sharing import SharedPath, stretch_of
 from packhorse.timeline.names import name_of
 
 Place = tuple[BufferId, TierName]
+
+# Making a union for each task takes longer than asking for it.
+_MEETING: Final = (Send, Recv)
 
 
 class Footprint(NamedTuple):
@@ -88,7 +92,13 @@ def find_footprints(
         for factor in (stretch_of(path, program, costs),)
         for lane in path.lanes
     }
-    numbers: dict[Place, int] = {}
+    # A place gets the next number when it is first asked for.
+    count = itertools.count()
+    numbers: dict[TierName, dict[BufferId, int]] = {
+        "device": defaultdict(count.__next__),
+        "host": defaultdict(count.__next__),
+        "disk": defaultdict(count.__next__),
+    }
     of_tasks: list[Footprint] = []
     for task, lane in zip(program.tasks, assign_lanes(program.tasks), strict=True):
         duration_ns = costs.duration_ns(task)
@@ -99,37 +109,42 @@ def find_footprints(
         shares = lane in stretch and not frees
         if shares:
             duration_ns = ceil(duration_ns * stretch[lane])
-        reads = tuple([numbers.setdefault(place, len(numbers)) for place in reads_of(task)])
-        writes = tuple([numbers.setdefault(place, len(numbers)) for place in writes_of(task)])
+        read_tier, read, write_tier, written = accesses_of(task)
+        reads = tuple(map(numbers[read_tier].__getitem__, read))
+        writes = tuple(map(numbers[write_tier].__getitem__, written))
         of_tasks.append(
             Footprint(
-                task=task,
-                lane=lane,
-                duration_ns=duration_ns,
-                reads=reads,
-                writes=writes,
+                task,
+                lane,
+                duration_ns,
+                reads,
+                writes,
                 # A buffer may be dropped only when all its users are done.
-                waits_for=reads if frees else writes,
-                workspace_bytes=workspace_bytes,
-                frees=frees,
-                shares=shares,
-                gives_back=frees or workspace_bytes > 0,
-                meets=isinstance(task, Send | Recv),
+                reads if frees else writes,
+                workspace_bytes,
+                frees,
+                shares,
+                frees or workspace_bytes > 0,
+                isinstance(task, _MEETING),
             )
         )
     homes = tuple(
         [
-            numbers.setdefault((buffer.id, buffer.home), len(numbers))
+            numbers[buffer.home][buffer.id]
             for buffer in program.buffers.values()
             if buffer.home is not None and program.finds(buffer)
         ]
     )
-    found = [program.buffers.get(name) for name, _ in numbers]
+    named: dict[int, Place] = {
+        at: (name, tier) for tier, found in numbers.items() for name, at in found.items()
+    }
+    places = tuple([named[at] for at in range(len(named))])
+    found = [program.buffers.get(name) for name, _ in places]
     return Footprints(
         of_tasks=tuple(of_tasks),
-        places=tuple(numbers),
+        places=places,
         pools=tuple(
-            _pool_in(buffer, tier) for buffer, (_, tier) in zip(found, numbers, strict=True)
+            _pool_in(buffer, tier) for buffer, (_, tier) in zip(found, places, strict=True)
         ),
         sizes=tuple(0 if buffer is None else buffer.size_bytes for buffer in found),
         homes=homes,

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from packhorse.errors import RuleError
+from packhorse.program.bulk import collector_waits
 from packhorse.program.program import Program
 from packhorse.program.tasks import Recv, Send
 from packhorse.simulator.costs import TaskCosts
@@ -33,6 +34,7 @@ from packhorse.timeline.names import name_of
 from packhorse.timeline.spec import Timeline
 
 
+@collector_waits()
 def simulate_ranks(programs: Sequence[Program], costs: Sequence[TaskCosts]) -> tuple[Timeline, ...]:
     """Predict a step of all ranks, behind another one, as the runtime runs it.
 

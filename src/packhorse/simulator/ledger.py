@@ -16,7 +16,7 @@ from packhorse.errors import RuleError
 from packhorse.program.buffers import Pool, PoolId
 from packhorse.simulator.footprints import Footprint, Footprints
 from packhorse.timeline.names import name_of
-from packhorse.timeline.spec import MemoryPoint
+from packhorse.timeline.spec import MemoryPoint, curve_from
 from packhorse.units import format_bytes
 
 
@@ -91,13 +91,14 @@ class Ledger:
         due = self._due
         while due and due[0][0] <= now_ns:
             self._book_release()
-        while not self._fits(need_bytes):
-            if not due:
-                raise self._never_fits(index, need_bytes)
-            now_ns = max(now_ns, due[0][0])
-            self._book_release()
-            while due and due[0][0] <= now_ns:
-                self._book_release()
+        for pool, size_bytes in need_bytes.items():
+            # Room that one pool has does not go while another one's comes.
+            while self._used_bytes[pool] + size_bytes > self._capacity_bytes[pool]:
+                if not due:
+                    raise self._never_fits(index, need_bytes)
+                now_ns = max(now_ns, due[0][0])
+                while due and due[0][0] <= now_ns:
+                    self._book_release()
         for pool, size_bytes in need_bytes.items():
             used_bytes = self._used_bytes[pool] = self._used_bytes[pool] + size_bytes
             if used_bytes > self.peak_bytes[pool]:
@@ -115,8 +116,8 @@ class Ledger:
             assert pool is not None
             self._push(end_ns, pool, self._size_of[place])
 
-    def curves(self) -> Mapping[PoolId, tuple[MemoryPoint, ...]]:
-        """Give the use of each pool over time, up to the last release."""
+    def curves(self, zero_ns: int) -> Mapping[PoolId, tuple[MemoryPoint, ...]]:
+        """Give the use of each pool over time from a moment on, up to the last release."""
         while self._due:
             self._book_release()
         used_bytes = dict(self._start_bytes)
@@ -134,10 +135,7 @@ class Ledger:
                     points[-1] = (at_ns, used)
                     continue
             points.append((at_ns, used))
-        return {
-            pool: tuple(MemoryPoint(at_ns=at, used_bytes=used) for at, used in points)
-            for pool, points in curves.items()
-        }
+        return {pool: curve_from(points, zero_ns) for pool, points in curves.items()}
 
     def _push(self, end_ns: int, pool: PoolId, size_bytes: int) -> None:
         heappush(self._due, (end_ns, self._num_due, pool, size_bytes))
@@ -147,12 +145,6 @@ class Ledger:
         at_ns, _, pool, size_bytes = heappop(self._due)
         self._used_bytes[pool] -= size_bytes
         self._changes.append((at_ns, pool, -size_bytes))
-
-    def _fits(self, need_bytes: Mapping[PoolId, int]) -> bool:
-        for pool, size_bytes in need_bytes.items():
-            if self._used_bytes[pool] + size_bytes > self._capacity_bytes[pool]:
-                return False
-        return True
 
     def _absent(self, index: int, place: int) -> RuleError:
         name, tier = self._footprints.places[place]

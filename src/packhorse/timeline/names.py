@@ -80,6 +80,10 @@ _WORDS: Final[Mapping[str, str]] = {
 def kind_of(task: Task) -> str:
     """Give the kind that reports group a task by; copies are told apart by their lane."""
     match task:
+        case Free():
+            return "free"
+        case Copy():
+            return "norm" if task.buffer == NORM else lane_of(task)
         case Forward():
             return "forward"
         case Recompute():
@@ -100,16 +104,10 @@ def kind_of(task: Task) -> str:
             return "send"
         case Recv():
             return "receive"
-        case Copy() if task.buffer == NORM:
-            return "norm"
         case Update():
             return "update"
-        case Copy():
-            return lane_of(task)
         case Feed():
             return "feed"
-        case Free():
-            return "free"
         case Emit():
             return "emit"
         case Import():
@@ -122,6 +120,10 @@ def kind_of(task: Task) -> str:
 def name_of(task: Task) -> str:
     """Name a task in a few words, such as `forward 3@0` or `copy param/2 disk -> device`."""
     match task:
+        case Free():
+            return f"free {task.buffer} {task.tier}"
+        case Copy():
+            return f"copy {task.buffer} {task.source} -> {task.target}"
         case Forward() | Recompute() | Backward() | InputGrad() | WeightGrad():
             return f"{kind_of(task)} {task.block}@{task.microbatch}"
         case SegmentNorm():
@@ -140,12 +142,8 @@ def name_of(task: Task) -> str:
             return f"receive {task.buffer} from {task.peer}"
         case Update():
             return f"update {task.chunk}"
-        case Copy():
-            return f"copy {task.buffer} {task.source} -> {task.target}"
         case Feed():
             return f"feed @{task.microbatch}"
-        case Free():
-            return f"free {task.buffer} {task.tier}"
         case Emit():
             return f"emit {task.buffer}"
         case Import():

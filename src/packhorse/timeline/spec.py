@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packhorse.program.buffers import PoolId
 from packhorse.program.tasks import Lane
@@ -31,24 +31,23 @@ class Span:
         return self.end_ns - self.start_ns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPoint:
-    """Bytes in use in a pool from `at_ns` on."""
+class MemoryPoint(NamedTuple):
+    """Bytes in use in a pool from `at_ns` on; a long timeline has millions."""
 
     at_ns: int
     used_bytes: int
 
 
-def curve_from(points: Sequence[MemoryPoint], zero_ns: int) -> tuple[MemoryPoint, ...]:
-    """Give a curve from a moment on, which becomes 0; what was in use before is its first point."""
-    held = [point for point in points if point.at_ns < zero_ns]
-    return (
-        *(MemoryPoint(at_ns=0, used_bytes=point.used_bytes) for point in held[-1:]),
-        *(
-            MemoryPoint(at_ns=point.at_ns - zero_ns, used_bytes=point.used_bytes)
-            for point in points[len(held) :]
-        ),
-    )
+def curve_from(points: Sequence[tuple[int, int]], zero_ns: int) -> tuple[MemoryPoint, ...]:
+    """Give a curve from a moment on, which becomes 0; what was in use before is its first point.
+
+    Args:
+        points: moments in order, and the bytes in use from each on.
+    """
+    first = len([at_ns for at_ns, _ in points if at_ns < zero_ns])
+    later = [MemoryPoint(at_ns - zero_ns, used_bytes) for at_ns, used_bytes in points[first:]]
+    before = [MemoryPoint(0, points[first - 1][1])] if first else []
+    return (*before, *later)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

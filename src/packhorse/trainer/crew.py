@@ -160,9 +160,8 @@ class MetCrew:
     def lead(self, work: Callable[[], str]) -> str:
         """See Crew."""
         if self.rank:
-            found = cast(
-                "dict[str, str]", json.loads(self._meeting.broadcast(None, wait=LEAD_WAIT))
-            )  # as below
+            heard = self._meeting.broadcast(None, wait=LEAD_WAIT)
+            found = cast("dict[str, str]", json.loads(heard))  # as the first rank writes it, below
             if "error" in found:
                 raise PeerLostError(f"rank 0 has failed: {found['error']}", where="rank 0")
             return found["found"]

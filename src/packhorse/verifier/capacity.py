@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from packhorse.program.buffers import PoolId
 from packhorse.units import format_bytes
 from packhorse.verifier.failures import make_error
 from packhorse.verifier.replay import Replay
@@ -20,33 +21,33 @@ NUM_CAUSES: Final = 6
 
 def check_start(replay: Replay) -> None:
     """Check what lies in the pools before the first task."""
-    for pool_index, used_bytes in enumerate(replay.used_bytes):
-        have_bytes = replay.capacity_bytes[pool_index]
+    for pool, used_bytes in replay.used_bytes.items():
+        have_bytes = replay.capacity_bytes[pool]
         if used_bytes > have_bytes:
             raise make_error(
                 replay.program,
                 RULE,
                 None,
-                f"pool {replay.pools[pool_index]} holds {_exact(used_bytes)} before the first"
-                f" task and has {_exact(have_bytes)}: {_list_causes(replay, pool_index, None)}",
+                f"pool {pool} holds {_exact(used_bytes)} before the first"
+                f" task and has {_exact(have_bytes)}: {_list_causes(replay, pool, began=False)}",
                 fix="move a state's home to another tier, or give the tier a larger budget",
             )
 
 
 def check_capacity(replay: Replay) -> None:
     """Check the pools while the task at `replay.index` runs."""
-    peak_bytes = replay.peak_bytes
+    peak_bytes, capacity_bytes = replay.peak_bytes, replay.capacity_bytes
     if peak_bytes is replay.used_bytes:
         return
-    for pool_index, need_bytes in enumerate(peak_bytes):
-        have_bytes = replay.capacity_bytes[pool_index]
-        if need_bytes > have_bytes:
-            causes = _list_causes(replay, pool_index, replay.index)
+    for pool, need_bytes in peak_bytes.items():
+        if need_bytes > capacity_bytes[pool]:
+            have_bytes = capacity_bytes[pool]
+            causes = _list_causes(replay, pool, began=True)
             raise make_error(
                 replay.program,
                 RULE,
                 replay.index,
-                f"needs {_exact(need_bytes)} in pool {replay.pools[pool_index]}, which has"
+                f"needs {_exact(need_bytes)} in pool {pool}, which has"
                 f" {_exact(have_bytes)}, {_exact(need_bytes - have_bytes)} too little: {causes}",
                 fix="free or move a buffer before it, or give the tier a larger budget",
             )
@@ -60,22 +61,21 @@ def _exact(num_bytes: int) -> str:
     )
 
 
-def _list_causes(replay: Replay, pool_index: int, index: int | None) -> str:
+def _list_causes(replay: Replay, pool: PoolId, *, began: bool) -> str:
     # What the task itself brings comes first, then the largest of what lies there.
     brought: Counter[str] = Counter()
-    if index is not None:
-        access = replay.accesses[index]
-        target = access.copies_into
-        for place_index in access.creates if target is None else (target,):
-            place = replay.places[place_index]
-            if place.pool_index == pool_index and replay.held[place_index] is None:
-                brought[f"{place.buffer} (new)"] = place.size_bytes
-        if pool_index == replay.workspace_pool and access.workspace_bytes:
-            brought["workspace"] = access.workspace_bytes
+    if began:
+        for place in replay.grows:
+            if replay.pool_at(place) == pool:
+                buffer = replay.buffer_at(place)
+                brought[f"{buffer.id} (new)"] = buffer.size_bytes
+        if pool == replay.program.workspace_pool and replay.workspace_bytes:
+            brought["workspace"] = replay.workspace_bytes
     held: Counter[str] = Counter()
-    for place_index, place in enumerate(replay.places):
-        if place.pool_index == pool_index and replay.held[place_index] is not None:
-            held[place.buffer] = place.size_bytes
+    for place in sorted(replay.there, key=lambda each: each % len(replay.buffers)):
+        if replay.pool_at(place) == pool:
+            buffer = replay.buffer_at(place)
+            held[buffer.id] = buffer.size_bytes
     shown = brought.most_common(NUM_CAUSES)
     shown += held.most_common(NUM_CAUSES - len(shown))
     words = [f"{name} {format_bytes(size)}" for name, size in shown]

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from packhorse.errors import RuleError
 from packhorse.model.spec import Model
 from packhorse.program.buffers import BufferId, PoolId, TierName
 from packhorse.program.program import Program
-from packhorse.program.tasks import Update, reads_of, writes_of
+from packhorse.program.tasks import Update, accesses_of
 from packhorse.verifier.failures import make_error, suggest
+from packhorse.verifier.touches import TIERS
 
 RULE: Final = "declared"
 
@@ -25,28 +27,43 @@ def check_declared(program: Program, model: Model | None) -> None:
     del model
     _check_pools(program)
     _check_buffers(program)
-    known: set[tuple[BufferId, TierName]] = {
-        (buffer.id, tier) for buffer in program.buffers.values() for tier in buffer.pools
+    known: dict[TierName, set[BufferId]] = {
+        tier: {name for name, buffer in program.buffers.items() if tier in buffer.pools}
+        for tier in TIERS
     }
     for index, task in enumerate(program.tasks):
         if isinstance(task, Update) and task.where == "disk":
             what = "happens in the disk tier, where nothing computes"
             raise make_error(program, RULE, index, what, "update the chunk in device or host")
-        for keys, verb in ((reads_of(task), "reads"), (writes_of(task), "writes")):
-            if not known.issuperset(keys):
-                buffer, tier = next(key for key in keys if key not in known)
-                raise make_error(program, RULE, index, _explain(program, verb, buffer, tier))
-            if len(keys) > 1 and len(set(keys)) < len(keys):
-                twice = next(buffer for buffer, tier in keys if keys.count((buffer, tier)) > 1)
-                raise make_error(program, RULE, index, f"{verb} {twice} twice in its list")
+        read_tier, read, write_tier, written = accesses_of(task)
+        if not known[read_tier].issuperset(read):
+            raise _undeclared(program, index, "reads", read, read_tier)
+        if len(read) > 1 and len(set(read)) < len(read):
+            raise _twice(program, index, "reads", read)
+        if not known[write_tier].issuperset(written):
+            raise _undeclared(program, index, "writes", written, write_tier)
+        if len(written) > 1 and len(set(written)) < len(written):
+            raise _twice(program, index, "writes", written)
 
 
-def _explain(program: Program, verb: str, buffer: BufferId, tier: TierName) -> str:
-    if buffer not in program.buffers:
-        near = suggest(buffer, tuple(program.buffers))
-        return f"{verb} {buffer}, which is not declared{near}"
-    tiers = ", ".join(program.buffers[buffer].pools)
-    return f"{verb} {buffer} in the {tier} tier, but it may lie only in: {tiers}"
+def _undeclared(
+    program: Program, index: int, verb: str, names: tuple[BufferId, ...], tier: TierName
+) -> RuleError:
+    for name in names:
+        if name not in program.buffers:
+            near = suggest(name, tuple(program.buffers))
+            what = f"{verb} {name}, which is not declared{near}"
+            return make_error(program, RULE, index, what)
+        if tier not in program.buffers[name].pools:
+            tiers = ", ".join(program.buffers[name].pools)
+            what = f"{verb} {name} in the {tier} tier, but it may lie only in: {tiers}"
+            return make_error(program, RULE, index, what)
+    raise AssertionError("one of the names is not declared")
+
+
+def _twice(program: Program, index: int, verb: str, names: tuple[BufferId, ...]) -> RuleError:
+    twice = next(name for name in names if names.count(name) > 1)
+    return make_error(program, RULE, index, f"{verb} {twice} twice in its list")
 
 
 def _check_pools(program: Program) -> None:

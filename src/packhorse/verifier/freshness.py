@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from packhorse.errors import RuleError
+from packhorse.program.tasks import Free
 from packhorse.verifier.failures import make_error, name_task
 from packhorse.verifier.replay import Replay
 
@@ -17,48 +18,55 @@ RULE: Final = "fresh"
 
 def check_fresh(replay: Replay) -> None:
     """Check the task at `replay.index` before it happens."""
-    access, held = replay.access, replay.held
-    for place_index in access.reads:
-        place = replay.places[place_index]
-        if held[place_index] != replay.newest[place.buffer_index]:
-            raise _stale(replay, place_index)
-    if access.frees is not None:
-        place = replay.places[access.frees]
-        if (
-            (place.home is not None or access.next_read is not None)
-            and held[access.frees] == replay.newest[place.buffer_index]
-            and replay.num_newest_copies(access.frees) == 1
-        ):
-            raise _lost(replay, access.frees)
+    if isinstance(replay.task, Free):
+        _check_free(replay, replay.reads[0])
+    elif not replay.stale.isdisjoint(replay.reads):
+        raise _stale(replay, next(place for place in replay.reads if place in replay.stale))
 
 
-def _stale(replay: Replay, place_index: int) -> RuleError:
-    place = replay.places[place_index]
-    wrote = replay.find_last(
-        lambda access: any(i in access.changes or i in access.creates for i in place.siblings)
-    )
-    by = f"; {name_task(replay.program, wrote)} wrote the newest" if wrote is not None else ""
-    return make_error(
-        replay.program,
-        RULE,
-        replay.index,
-        f"reads a stale copy of {place.buffer} in the {place.tier} tier:"
-        f" {replay.tiers_with(place_index)}{by}",
-        fix=f"copy {place.buffer} to {place.tier} after it was written",
-    )
-
-
-def _lost(replay: Replay, place_index: int) -> RuleError:
-    place, next_read = replay.places[place_index], replay.access.next_read
+def _check_free(replay: Replay, place: int) -> None:
+    if place in replay.stale or replay.has_other_newest(place):
+        return
+    home = replay.buffer_at(place).home
+    next_read = _find_next_read(replay, place)
+    if home is None and next_read is None:
+        return
+    name, tier = replay.buffer_at(place).id, replay.tier_at(place)
     if next_read is not None:
         needs = f"{name_task(replay.program, next_read)} still reads it"
     else:
-        needs = f"it is a state that the step must leave in its home, {place.home}"
+        needs = f"it is a state that the step must leave in its home, {home}"
+    raise make_error(
+        replay.program,
+        RULE,
+        replay.index,
+        f"frees the only newest copy of {name} ({tier}), and {needs}: it would be lost",
+        fix=f"copy {name} to another tier before task {replay.index}, or free it later",
+    )
+
+
+def _find_next_read(replay: Replay, place: int) -> int | None:
+    # The next task that reads the buffer in any tier before it is created anew.
+    touches, siblings = replay.touches, replay.siblings(place)
+    last = max(touches.last_read.get(each, 0) for each in siblings)
+    for index in range(replay.index + 1, last + 1):
+        if not isinstance(replay.program.tasks[index], Free):
+            if any(each in touches.reads[index] for each in siblings):
+                return index
+            if any(each in touches.writes[index] for each in siblings):
+                return None
+    return None
+
+
+def _stale(replay: Replay, place: int) -> RuleError:
+    siblings = replay.siblings(place)
+    wrote = replay.find_last(lambda index: any(replay.makes(index, each) for each in siblings))
+    by = f"; {name_task(replay.program, wrote)} wrote the newest" if wrote is not None else ""
+    name, tier = replay.buffer_at(place).id, replay.tier_at(place)
     return make_error(
         replay.program,
         RULE,
         replay.index,
-        f"frees the only newest copy of {place.buffer} ({place.tier}), and {needs}:"
-        " it would be lost",
-        fix=f"copy {place.buffer} to another tier before task {replay.index}, or free it later",
+        f"reads a stale copy of {name} in the {tier} tier: {replay.tiers_with(place)}{by}",
+        fix=f"copy {name} to {tier} after it was written",
     )

@@ -18,6 +18,7 @@ from typing import Final
 
 from packhorse.errors import RuleError
 from packhorse.model.spec import Model
+from packhorse.program.bulk import collector_waits
 from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import Recv, Send
 from packhorse.verifier.failures import name_task
@@ -29,6 +30,7 @@ DEADLOCK: Final = "deadlock"
 NUM_SHOWN: Final = 12
 
 
+@collector_waits()
 def verify_ranks(
     programs: Sequence[Program], models: Sequence[Model] | None = None
 ) -> tuple[Proof, ...]:

@@ -14,10 +14,9 @@ on this rank: who makes it or adds to it, from whom it comes, to whom it goes, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from math import ceil
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from packhorse.model.spec import BlockId, Model, Parameter, Part
 from packhorse.program.buffers import (
@@ -37,8 +36,7 @@ FIRST_RANK: Final = 0
 Happening = Literal["made", "sent", "received"]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Something that happens to a buffer; `peer` is the other rank, None where it is made."""
 
     happening: Happening
@@ -46,7 +44,7 @@ class Event:
 
 
 MADE: Final = Event("made")
-Life = Sequence[Event]
+Life = tuple[Event, ...]
 
 
 def derive_lives(part: Part, kind: ProgramKind, num_microbatches: int) -> Mapping[BufferId, Life]:

@@ -7,13 +7,13 @@ receives that answer them name the same buffers of the same size, one to one, in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Final
 
 from packhorse.program.buffers import BufferId
 from packhorse.program.program import Program
-from packhorse.program.tasks import Recv, Send, Task, writes_of
+from packhorse.program.tasks import Recv, Send, accesses_of
 from packhorse.verifier.failures import make_error
 from packhorse.verifier.lives import MADE, Event, Life, derive_lives
 from packhorse.verifier.outline import Outline
@@ -35,14 +35,24 @@ def check_lives(outline: Outline) -> None:
     wanted = derive_lives(model.part, program.kind, program.num_microbatches)
     found: dict[BufferId, list[tuple[Event, int]]] = {name: [] for name in wanted}
     for index, task in enumerate(program.tasks):
-        for buffer, event in _events_of(task):
-            if buffer in found:
-                found[buffer].append((event, index))
-            elif event != MADE:
-                what = f"names {buffer}, which does not cross between these ranks"
+        if isinstance(task, Send | Recv):
+            if task.buffer not in found:
+                what = f"names {task.buffer}, which does not cross between these ranks"
                 raise make_error(program, RULE, index, what)
+            happening = "sent" if isinstance(task, Send) else "received"
+            found[task.buffer].append((Event(happening, task.peer), index))
+            continue
+        _, _, _, written = accesses_of(task)
+        for buffer in written:
+            if buffer in found:
+                found[buffer].append((MADE, index))
+    # Most micro-batches are alike.
+    agreed: set[tuple[Life, Life]] = set()
     for buffer, life in wanted.items():
-        _compare(program, buffer, life, found[buffer])
+        pair = (life, tuple([event for event, _ in found[buffer]]))
+        if pair not in agreed:
+            _compare(program, buffer, life, found[buffer])
+            agreed.add(pair)
 
 
 def check_channels(programs: Sequence[Program]) -> None:
@@ -99,17 +109,6 @@ def _buffer_at(program: Program, index: int) -> BufferId:
     return task.buffer
 
 
-def _events_of(task: Task) -> Iterator[tuple[BufferId, Event]]:
-    match task:
-        case Send():
-            yield task.buffer, Event("sent", task.peer)
-        case Recv():
-            yield task.buffer, Event("received", task.peer)
-        case _:
-            for buffer, _ in writes_of(task):
-                yield buffer, MADE
-
-
 def _compare(
     program: Program, buffer: BufferId, life: Life, found: Sequence[tuple[Event, int]]
 ) -> None:
@@ -134,7 +133,7 @@ def _compare(
     raise make_error(program, RULE, at, what)
 
 
-def _in_order(life: Life) -> list[Event]:
+def _in_order(life: Sequence[Event]) -> list[Event]:
     ordered: list[Event] = []
     run: list[Event] = []
     for event in (*life, None):
@@ -148,7 +147,7 @@ def _in_order(life: Life) -> list[Event]:
     return ordered
 
 
-def _words(life: Life) -> str:
+def _words(life: Sequence[Event]) -> str:
     if not life:
         return "nothing"
     names: Mapping[str, str] = {"sent": "sent to", "received": "received from"}

@@ -31,7 +31,7 @@ gradient by any earlier Backward of the step. The same holds of halves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,7 +42,6 @@ from packhorse.model.spec import (
     Half,
     Model,
     ParameterName,
-    Value,
     ValueId,
 )
 from packhorse.program.buffers import (
@@ -67,38 +66,38 @@ from packhorse.verifier.lives import count_packed_segments, find_flowing, shared
 
 NORM_ITEM_BYTES: Final = 8  # sums of squares are float64
 
+Stems = tuple[str, ...]
+"""Names of buffers of a micro-batch, but for its number at their end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfNeeds:
     """What one half of a block's backward uses again, and its workspace."""
 
     parameters: frozenset[BufferId]
-    values: tuple[ValueId, ...]
-    value_grads: tuple[ValueId, ...]
+    values: Stems
     workspace_bytes: int
 
-    def reads(self, microbatch: int) -> set[BufferId]:
+    def reads(self, microbatch: int) -> set[str]:
         """The names of what it uses again."""
-        return {
-            *self.parameters,
-            *(value_id(value, microbatch) for value in self.values),
-            *(value_grad_id(value, microbatch) for value in self.value_grads),
-        }
+        return {*self.parameters, *_names(self.values, microbatch)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockNeeds:
     """What the tasks of one block need, but for the micro-batch.
 
-    `value_grads_added` are inputs whose gradient a later user has begun. `running_begun`,
-    `running_added` and `running_ended` are the tied parameters whose last, middle and first user
-    the block is; `gradients` are the chunks that its Backward adds to, `tied_gradients` those that
-    hold parameters whose running sum it begins or adds to: in micro-batch 0 that sum is in them.
+    Values and their gradients are given by stems; `backward_reads` are those that a Backward uses
+    again and those of gradients of outputs. `value_grads_added` are inputs whose gradient a later
+    user has begun. `running_begun`, `running_added` and `running_ended` are the tied parameters
+    whose last, middle and first user the block is; `gradients` are the chunks that its Backward
+    adds to, `tied_gradients` those that hold parameters whose running sum it begins or adds to: in
+    micro-batch 0 that sum is in them.
 
     Where tied parameters are summed once a step: `last_gradients` are the chunks of parameters that
     it uses alone or last, `sums` its own sums of the others, whose chunks are `sum_gradients`.
     `handed_bytes` are those of gradients that it makes of tied parameters as their last user.
-    `stashes` says whether an InputGrad leaves something; halves that it does not have are None.
+    `saved` and `stash` have no stem where there is nothing; halves that it does not have are None.
 
     `shared_sums` are its own sums of parameters that several ranks use, whoever uses them last;
     `shared_handed_bytes` the same bytes for those.
@@ -106,13 +105,13 @@ class BlockNeeds:
 
     parameters: frozenset[BufferId]
     backward_parameters: frozenset[BufferId]
-    inputs: tuple[ValueId, ...]
-    outputs: tuple[ValueId, ...]
-    saves: bool
-    backward_values: tuple[ValueId, ...]
-    value_grads_read: tuple[ValueId, ...]
-    value_grads_written: tuple[ValueId, ...]
-    value_grads_added: tuple[ValueId, ...]
+    inputs: Stems
+    outputs: Stems
+    saved: Stems
+    stash: Stems
+    backward_reads: Stems
+    value_grads_written: Stems
+    value_grads_added: Stems
     running_begun: tuple[str, ...]
     running_added: tuple[str, ...]
     running_ended: tuple[str, ...]
@@ -122,7 +121,6 @@ class BlockNeeds:
     sums: frozenset[BufferId]
     sum_gradients: frozenset[BufferId]
     handed_bytes: int
-    stashes: bool
     input_half: HalfNeeds | None
     weight_half: HalfNeeds | None
     shared_sums: frozenset[BufferId]
@@ -142,7 +140,7 @@ class Needs:
     """
 
     blocks: tuple[BlockNeeds, ...]
-    step_inputs: tuple[ValueId, ...]
+    step_inputs: Stems
     last_summed: int | None
 
     def gradients_at(self, block: int, microbatch: int) -> frozenset[BufferId]:
@@ -162,30 +160,33 @@ class Needs:
         own_bytes = 0 if self.last_summed is None else needs.handed_bytes
         return own_bytes + needs.shared_handed_bytes
 
-    def forward_reads(self, block: int, microbatch: int) -> set[BufferId]:
+    def fed(self, microbatch: int) -> set[str]:
+        """What Feed writes."""
+        return set(_names(self.step_inputs, microbatch))
+
+    def forward_reads(self, block: int, microbatch: int) -> set[str]:
         """What Forward and Recompute read."""
         needs = self.blocks[block]
-        return {*needs.parameters, *(value_id(value, microbatch) for value in needs.inputs)}
+        return {*needs.parameters, *_names(needs.inputs, microbatch)}
 
-    def forward_writes(self, block: int, microbatch: int) -> set[BufferId]:
+    def forward_writes(self, block: int, microbatch: int) -> set[str]:
         """What Forward writes, but for what it may save."""
-        return {value_id(value, microbatch) for value in self.blocks[block].outputs}
+        return set(_names(self.blocks[block].outputs, microbatch))
 
-    def backward_reads(self, block: int, microbatch: int, begun: set[BufferId]) -> set[BufferId]:
+    def backward_reads(self, block: int, microbatch: int, begun: set[BufferId]) -> set[str]:
         """What Backward reads; `begun` are the chunk gradients that exist already."""
         needs = self.blocks[block]
         return {
             *needs.backward_parameters,
-            *(value_id(value, microbatch) for value in needs.backward_values),
-            *(value_grad_id(value, microbatch) for value in needs.value_grads_read),
-            *(value_grad_id(value, microbatch) for value in needs.value_grads_added),
-            *self._saved(block, microbatch),
+            *_names(needs.backward_reads, microbatch),
+            *_names(needs.value_grads_added, microbatch),
+            *_names(needs.saved, microbatch),
             *self._parameter_grads_read(block, microbatch, begun),
         }
 
-    def backward_writes(self, block: int, microbatch: int) -> set[BufferId]:
+    def backward_writes(self, block: int, microbatch: int) -> set[str]:
         """What Backward writes."""
-        written = (value_grad_id(v, microbatch) for v in self.blocks[block].value_grads_written)
+        written = _names(self.blocks[block].value_grads_written, microbatch)
         return {*written, *self.parameter_grads_written(block, microbatch)}
 
     def input_half(self, block: int) -> HalfNeeds:
@@ -200,29 +201,23 @@ class Needs:
         assert half is not None, "coverage knows which halves a block has"
         return half
 
-    def input_reads(self, block: int, microbatch: int) -> set[BufferId]:
+    def input_reads(self, block: int, microbatch: int) -> set[str]:
         """What InputGrad reads."""
-        added = (value_grad_id(v, microbatch) for v in self.blocks[block].value_grads_added)
-        half = self.input_half(block).reads(microbatch)
-        return {*half, *added, *self._saved(block, microbatch)}
+        needs = self.blocks[block]
+        kept = _names(needs.value_grads_added + needs.saved, microbatch)
+        return {*self.input_half(block).reads(microbatch), *kept}
 
-    def input_writes(self, block: int, microbatch: int) -> set[BufferId]:
+    def input_writes(self, block: int, microbatch: int) -> set[str]:
         """What InputGrad writes."""
-        written = (value_grad_id(v, microbatch) for v in self.blocks[block].value_grads_written)
-        return {*written, *self._stash(block, microbatch)}
+        needs = self.blocks[block]
+        return set(_names(needs.value_grads_written + needs.stash, microbatch))
 
-    def weight_reads(self, block: int, microbatch: int, begun: set[BufferId]) -> set[BufferId]:
+    def weight_reads(self, block: int, microbatch: int, begun: set[BufferId]) -> set[str]:
         """What WeightGrad reads; `begun` as in `backward_reads`."""
-        cut = self.blocks[block].input_half is not None
-        kept = self._stash(block, microbatch) if cut else self._saved(block, microbatch)
+        needs = self.blocks[block]
+        kept = _names(needs.saved if needs.input_half is None else needs.stash, microbatch)
         half = self.weight_half(block).reads(microbatch)
         return {*kept, *half, *self._parameter_grads_read(block, microbatch, begun)}
-
-    def _saved(self, block: int, microbatch: int) -> set[BufferId]:
-        return {saved_id(block, microbatch)} if self.blocks[block].saves else set()
-
-    def _stash(self, block: int, microbatch: int) -> set[BufferId]:
-        return {stash_id(block, microbatch)} if self.blocks[block].stashes else set()
 
     def _parameter_grads_read(
         self, block: int, microbatch: int, begun: set[BufferId]
@@ -258,12 +253,16 @@ def derive_needs(model: Model, layout: Layout, *, last_summed: int | None = None
     """
     chunks = chunks_by_parameter(layout)
     flowing = find_flowing(model if model.part is None else model.part.whole)
+    makers = model.values if model.part is None else model.part.whole.values
     return Needs(
         blocks=tuple(_derive_block(model, block, chunks, flowing) for block in model.blocks),
-        step_inputs=tuple(
-            value.id
-            for value in model.values.values()
-            if value.consumers and _makers(model)[value.id].producer is None
+        step_inputs=_stems(
+            value_id,
+            (
+                value.id
+                for value in model.values.values()
+                if value.consumers and makers[value.id].producer is None
+            ),
         ),
         last_summed=last_summed,
     )
@@ -348,8 +347,14 @@ def _count_segments(layout: Layout) -> Mapping[ChunkId, int]:
     return counts
 
 
-def _makers(model: Model) -> Mapping[ValueId, Value]:
-    return model.values if model.part is None else model.part.whole.values
+def _stems(name: Callable[[str, int], BufferId], values: Iterable[str]) -> Stems:
+    # The number of the micro-batch stands at the end of a name.
+    return tuple([name(value, 0).removesuffix("0") for value in values])
+
+
+def _names(stems: Stems, microbatch: int) -> list[str]:
+    number = str(microbatch)
+    return [stem + number for stem in stems]
 
 
 def _derive_block(
@@ -375,6 +380,7 @@ def _derive_block(
     shared: set[BufferId] = set()
     shared_handed_bytes = 0
     number = _number(model, block.id)
+    stashes = body.halves is not None and body.halves.stash_bytes > 0
     for name in dict.fromkeys(block.parameters):
         parameter = model.parameters[name]
         users = parameter.blocks
@@ -406,14 +412,18 @@ def _derive_block(
     return BlockNeeds(
         parameters=_states(block.parameters, chunks),
         backward_parameters=_states(again, chunks),
-        inputs=block.inputs,
-        outputs=block.outputs,
-        saves=body.saved_bytes > 0,
-        backward_values=tuple(dict.fromkeys(values)),
-        value_grads_read=tuple(value for value in block.outputs if value in flowing),
-        value_grads_written=written,
-        value_grads_added=tuple(
-            value for value in written if _has_later_user(model, value, block.id)
+        inputs=_stems(value_id, block.inputs),
+        outputs=_stems(value_id, block.outputs),
+        saved=(_stem_of_block(saved_id, block.id),) if body.saved_bytes else (),
+        stash=(_stem_of_block(stash_id, block.id),) if stashes else (),
+        backward_reads=(
+            *_stems(value_id, dict.fromkeys(values)),
+            *_stems(value_grad_id, (value for value in block.outputs if value in flowing)),
+        ),
+        value_grads_written=_stems(value_grad_id, written),
+        value_grads_added=_stems(
+            value_grad_id,
+            (value for value in written if _has_later_user(model, value, block.id)),
         ),
         running_begun=tuple(begun),
         running_added=tuple(added),
@@ -424,7 +434,6 @@ def _derive_block(
         sums=frozenset(sums),
         sum_gradients=frozenset(summed),
         handed_bytes=handed_bytes,
-        stashes=body.halves is not None and body.halves.stash_bytes > 0,
         input_half=_derive_half(block, body.halves.input if body.halves else None, chunks),
         weight_half=_derive_half(block, body.halves.weight if body.halves else None, chunks),
         shared_sums=frozenset(shared),
@@ -441,10 +450,16 @@ def _derive_half(
     values += [block.outputs[index] for index in half.outputs]
     return HalfNeeds(
         parameters=_states((block.parameters[index] for index in half.parameters), chunks),
-        values=tuple(values),
-        value_grads=tuple(block.outputs[index] for index in half.tangents),
+        values=(
+            *_stems(value_id, values),
+            *_stems(value_grad_id, (block.outputs[index] for index in half.tangents)),
+        ),
         workspace_bytes=half.workspace_bytes,
     )
+
+
+def _stem_of_block(name: Callable[[int, int], BufferId], block: int) -> str:
+    return name(block, 0).removesuffix("0")
 
 
 def _number(model: Model, block: BlockId) -> BlockId:

@@ -1,7 +1,8 @@
 """The outline of a program: at which index each thing happens, for rules that look at the whole.
 
-In: a program, and its model where there is one. Out: tables from block and micro-batch, chunk or
-buffer to the indices of the tasks that deal with it, in program order.
+In: a program whose buffers are declared, and its model where there is one. Out: tables from block
+and micro-batch, chunk or buffer to the indices of the tasks that deal with it, in program order;
+and what each task touches.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from packhorse.program.tasks import (
     Update,
     WeightGrad,
 )
+from packhorse.verifier.touches import Touches, find_touches
 
 Indices = Sequence[int]
 BlockTable = Mapping[tuple[int, int], Indices]
@@ -50,6 +52,7 @@ class Outline:
 
     program: Program
     model: Model | None
+    touches: Touches
     feeds: Mapping[int, Indices]
     forwards: BlockTable
     recomputes: BlockTable
@@ -132,6 +135,7 @@ def outline_program(program: Program, model: Model | None) -> Outline:
     return Outline(
         program=program,
         model=model,
+        touches=find_touches(program),
         feeds=dict(feeds),
         forwards=dict(forwards),
         recomputes=dict(recomputes),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from packhorse.errors import RuleError
+from packhorse.program.tasks import Copy, Free
 from packhorse.verifier.failures import make_error, name_task
 from packhorse.verifier.replay import Replay
 
@@ -18,45 +19,41 @@ RULE: Final = "present"
 
 def check_present(replay: Replay) -> None:
     """Check the task at `replay.index` before it happens."""
-    access, held = replay.access, replay.held
-    if access.frees is not None:
-        if held[access.frees] is None:
-            raise _absent(replay, access.frees, "frees")
+    reads, writes = replay.reads, replay.writes
+    if not replay.there.issuperset(reads):
+        absent = next(place for place in reads if place not in replay.there)
+        raise _absent(replay, absent, "frees" if isinstance(replay.task, Free) else "reads")
+    if isinstance(replay.task, Copy):
+        if not replay.grows:
+            _check_copy(replay, reads[0], writes[0])
         return
-    for place_index in access.reads:
-        if held[place_index] is None:
-            raise _absent(replay, place_index, "reads")
-    for place_index in access.creates:
-        place = replay.places[place_index]
-        if held[place_index] is not None or (
-            place.home is None and any(held[i] is not None for i in place.siblings)
-        ):
-            raise _created_twice(replay, place_index)
-    target = access.copies_into
-    if target is not None and held[target] == held[access.reads[0]]:
-        place, source = replay.places[target], replay.places[access.reads[0]]
-        raise make_error(
-            replay.program,
-            RULE,
-            replay.index,
-            f"copies {place.buffer} from {source.tier} to {place.tier}, which already holds the"
-            " same version: the copy is redundant",
-            fix="take the Copy out, or free the target before it",
-        )
+    for place in writes:
+        if place not in reads and not replay.may_create(place):
+            raise _created_twice(replay, place)
 
 
-def _absent(replay: Replay, place_index: int, verb: str) -> RuleError:
-    place = replay.places[place_index]
-    freed = replay.find_last(lambda access: access.frees == place_index)
-    made = replay.find_last(
-        lambda access: access.copies_into == place_index or place_index in access.creates
+def _check_copy(replay: Replay, source: int, target: int) -> None:
+    if not replay.is_newest(source) or not replay.is_newest(target):
+        return
+    tiers = replay.tier_at(source), replay.tier_at(target)
+    raise make_error(
+        replay.program,
+        RULE,
+        replay.index,
+        f"copies {replay.buffer_at(source).id} from {tiers[0]} to {tiers[1]}, which already holds"
+        " the same version: the copy is redundant",
+        fix="take the Copy out, or free the target before it",
     )
+
+
+def _absent(replay: Replay, place: int, verb: str) -> RuleError:
+    buffer, tier = replay.buffer_at(place).id, replay.tier_at(place)
+    freed = replay.find_last(lambda index: replay.frees(index, place))
+    made = replay.find_last(lambda index: replay.brings(index, place))
     if freed is not None and (made is None or made < freed):
         history = f"; {name_task(replay.program, freed)} freed it there"
     else:
-        later = replay.find_next(
-            lambda access: access.copies_into == place_index or place_index in access.creates
-        )
+        later = replay.find_next(lambda index: replay.brings(index, place))
         history = "; no task brings it there"
         if later is not None:
             history = f"; {name_task(replay.program, later)} brings it there only later"
@@ -64,23 +61,21 @@ def _absent(replay: Replay, place_index: int, verb: str) -> RuleError:
         replay.program,
         RULE,
         replay.index,
-        f"{verb} {place.buffer} in the {place.tier} tier, where it is not present:"
-        f" {replay.tiers_with(place_index)}{history}",
-        fix=f"create {place.buffer} or copy it to {place.tier} before task {replay.index}",
+        f"{verb} {buffer} in the {tier} tier, where it is not present:"
+        f" {replay.tiers_with(place)}{history}",
+        fix=f"create {buffer} or copy it to {tier} before task {replay.index}",
     )
 
 
-def _created_twice(replay: Replay, place_index: int) -> RuleError:
-    place = replay.places[place_index]
-    made = replay.find_last(
-        lambda access: any(access.copies_into == i or i in access.creates for i in place.siblings)
-    )
+def _created_twice(replay: Replay, place: int) -> RuleError:
+    siblings = replay.siblings(place)
+    made = replay.find_last(lambda index: any(replay.brings(index, each) for each in siblings))
     first = f"; {name_task(replay.program, made)} made it" if made is not None else ""
     return make_error(
         replay.program,
         RULE,
         replay.index,
-        f"creates {place.buffer} in the {place.tier} tier, but {replay.tiers_with(place_index)}:"
-        f" created twice{first}",
+        f"creates {replay.buffer_at(place).id} in the {replay.tier_at(place)} tier, but"
+        f" {replay.tiers_with(place)}: created twice{first}",
         fix="free it first, or list it among the reads too to change it in place",
     )

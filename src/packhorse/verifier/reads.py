@@ -93,8 +93,7 @@ def check_reads(outline: Outline) -> None:
                     what = "packs losses in another order than that of the micro-batches"
                     raise make_error(program, RULE, index, what)
             case Feed(microbatch=microbatch):
-                fed = {value_id(value, microbatch) for value in needs.step_inputs}
-                _compare(program, index, "write", task.writes, fed)
+                _compare(program, index, "write", task.writes, needs.fed(microbatch))
             case Forward():
                 _check_forward(program, model, needs, index, task)
             case Recompute(block=block, microbatch=microbatch):
@@ -223,9 +222,10 @@ def _compare(
     index: int,
     verb: str,
     found: tuple[BufferId, ...],
-    wanted: Collection[BufferId],
+    wanted: Collection[str],
 ) -> None:
-    if len(found) == len(wanted) and all(name in wanted for name in found):
+    # No name is twice in its list.
+    if len(found) == len(wanted) and set(found).issuperset(wanted):
         return
     missing = [name for name in wanted if name not in found]
     surplus = [name for name in found if name not in wanted]
@@ -234,7 +234,7 @@ def _compare(
     raise make_error(program, RULE, index, " and ".join(parts))
 
 
-def _list(names: Iterable[BufferId]) -> str:
+def _list(names: Iterable[str]) -> str:
     ordered = sorted(names)
     shown = ", ".join(ordered[:NUM_SHOWN])
     rest = len(ordered) - NUM_SHOWN

@@ -25,11 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, assert_never
+from typing import Final
 
 from packhorse.errors import MismatchError
 from packhorse.model.spec import Model
-from packhorse.program.buffers import PoolId
+from packhorse.program.bulk import collector_waits
 from packhorse.program.digest import digest_program
 from packhorse.program.program import Program, Proof, ProofEntry
 from packhorse.verifier.capacity import check_capacity, check_start
@@ -104,6 +104,7 @@ RULES: Final[tuple[Rule, ...]] = (
 TASK_CHECKS: Final = tuple(rule.check for rule in RULES if isinstance(rule, TaskRule))
 
 
+@collector_waits()
 def verify_program(program: Program, model: Model | None = None) -> Proof:
     """Replay a program and check every rule.
 
@@ -120,8 +121,8 @@ def verify_program(program: Program, model: Model | None = None) -> Proof:
             where=f"model {model.name}",
             fix="lower the plan again for this model",
         )
-    _check_whole(program, model)
-    replay = Replay(program)
+    outline = _check_whole(program, model)
+    replay = Replay(program, outline.touches)
     for rule in RULES:
         if isinstance(rule, StartRule):
             rule.check(replay)
@@ -129,47 +130,27 @@ def verify_program(program: Program, model: Model | None = None) -> Proof:
     return Proof(digest=digest_program(program), entries=tuple(entries))
 
 
-def _check_whole(program: Program, model: Model | None) -> None:
-    outline: Outline | None = None
+def _check_whole(program: Program, model: Model | None) -> Outline:
     for rule in RULES:
-        match rule:
-            case DeclarationRule():
-                rule.check(program, model)
-            case OutlineRule():
-                if outline is None:
-                    outline = outline_program(program, model)
-                rule.check(outline)
-            case StartRule() | TaskRule() | StepRule():
-                pass
-            case _:
-                assert_never(rule)
+        if isinstance(rule, DeclarationRule):
+            rule.check(program, model)
+    outline = outline_program(program, model)
+    for rule in RULES:
+        if isinstance(rule, OutlineRule):
+            rule.check(outline)
+    return outline
 
 
 def _replay_tasks(replay: Replay) -> list[ProofEntry]:
     entries: list[ProofEntry] = []
-    before = replay.used_bytes
-    ledger = _name_pools(replay, before)
     for index, task in enumerate(replay.program.tasks):
-        peak_bytes = _replay_task(replay, index)
-        peak = ledger if peak_bytes is before else _name_pools(replay, peak_bytes)
-        if replay.used_bytes is not before:
-            before = replay.used_bytes
-            ledger = peak if before == peak_bytes else _name_pools(replay, before)
-        entries.append(ProofEntry(task=task, used_bytes=ledger, peak_bytes=peak))
+        replay.begin_task(index)
+        for check in TASK_CHECKS:
+            check(replay)
+        peak_bytes = replay.peak_bytes
+        replay.end_task()
+        entries.append(ProofEntry(task=task, used_bytes=replay.used_bytes, peak_bytes=peak_bytes))
     for rule in RULES:
         if isinstance(rule, StepRule):
             rule.check(replay)
     return entries
-
-
-def _replay_task(replay: Replay, index: int) -> list[int]:
-    replay.begin_task(index)
-    peak_bytes = replay.peak_bytes
-    for check in TASK_CHECKS:
-        check(replay)
-    replay.end_task()
-    return peak_bytes
-
-
-def _name_pools(replay: Replay, num_bytes: list[int]) -> dict[PoolId, int]:
-    return dict(zip(replay.pools, num_bytes, strict=True))

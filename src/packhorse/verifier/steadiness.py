@@ -20,34 +20,36 @@ RULE: Final = "steady"
 
 def check_steady(replay: Replay) -> None:
     """Check the state after the last task of a step."""
+    if replay.there == replay.homes and not replay.stale:
+        return
     # Homes first: a copy that was left behind is often the one that should be at home.
-    for place_index, place in enumerate(replay.places):
-        if place.tier != place.home:
-            continue
-        version, lies = replay.held[place_index], replay.tiers_with(place_index)
-        if version is None:
-            what = f"which is not in its home, {place.home}, at the end: {lies}"
-        elif version != replay.newest[place.buffer_index]:
-            what = f"whose copy in its home, {place.home}, is stale at the end: {lies}"
+    for place in _in_order(replay, replay.homes):
+        home, lies = replay.tier_at(place), replay.tiers_with(place)
+        if place not in replay.there:
+            what = f"which is not in its home, {home}, at the end: {lies}"
+        elif place in replay.stale:
+            what = f"whose copy in its home, {home}, is stale at the end: {lies}"
         else:
             continue
-        fix = f"copy it to {place.home} after its last change"
-        raise _unsteady(replay, place_index, what, fix)
-    for place_index, place in enumerate(replay.places):
-        if place.tier != place.home and replay.held[place_index] is not None:
-            rest = f"its home is {place.home}" if place.home else "it lives only inside a step"
-            what = f"which is left in the {place.tier} tier at the end: {rest}, so it leaks"
-            fix = f"free it in {place.tier} after its last use"
-            raise _unsteady(replay, place_index, what, fix)
+        raise _unsteady(replay, place, what, f"copy it to {home} after its last change")
+    for place in _in_order(replay, replay.there - replay.homes):
+        home, tier = replay.buffer_at(place).home, replay.tier_at(place)
+        rest = f"its home is {home}" if home else "it lives only inside a step"
+        what = f"which is left in the {tier} tier at the end: {rest}, so it leaks"
+        raise _unsteady(replay, place, what, f"free it in {tier} after its last use")
 
 
-def _unsteady(replay: Replay, place_index: int, what: str, fix: str) -> RuleError:
-    siblings = replay.places[place_index].siblings
-    buffer = replay.places[place_index].buffer
-    for index in range(len(replay.accesses) - 1, -1, -1):
-        access = replay.accesses[index]
-        touched = (*access.reads, *access.creates, access.copies_into, access.frees)
-        if any(sibling in touched for sibling in siblings):
+def _in_order(replay: Replay, places: set[int]) -> list[int]:
+    # By buffers, in the order in which they are declared.
+    return sorted(places, key=lambda place: (place % len(replay.buffers), place))
+
+
+def _unsteady(replay: Replay, place: int, what: str, fix: str) -> RuleError:
+    siblings = set(replay.siblings(place))
+    buffer = replay.buffer_at(place).id
+    for index in range(len(replay.program.tasks) - 1, -1, -1):
+        touched = {*replay.touches.reads[index], *replay.touches.writes[index]}
+        if not siblings.isdisjoint(touched):
             words = f"is the last to touch {buffer}, {what}"
             return make_error(replay.program, RULE, index, words, fix)
     return make_error(replay.program, RULE, None, f"no task touches {buffer}, {what}", fix)

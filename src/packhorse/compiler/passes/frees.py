@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from packhorse.program.buffers import Buffer, BufferId
-from packhorse.program.tasks import Free, Task, reads_of, writes_of
+from packhorse.program.tasks import Free, Task, accesses_of
 
 
 def add_frees(tasks: Sequence[Task], buffers: Mapping[BufferId, Buffer]) -> tuple[Task, ...]:
@@ -20,10 +20,14 @@ def add_frees(tasks: Sequence[Task], buffers: Mapping[BufferId, Buffer]) -> tupl
     last: dict[BufferId, int] = {}
     ends: list[tuple[BufferId, int]] = []
     for position, task in enumerate(tasks):
-        read = reads_of(task)
-        for buffer, tier in dict.fromkeys((*read, *writes_of(task))):
+        # A buffer that is passing has one tier.
+        _, read, _, written = accesses_of(task)
+        for buffer in read:
             if buffer in passing:
-                if buffer in last and (buffer, tier) not in read:
+                last[buffer] = position
+        for buffer in written:
+            if buffer in passing and buffer not in read:
+                if buffer in last:
                     ends.append((buffer, last[buffer]))
                 last[buffer] = position
     ending: dict[int, list[Task]] = {}

@@ -31,9 +31,8 @@ from packhorse.program.tasks import (
     Lane,
     Task,
     Update,
+    accesses_of,
     lane_of,
-    reads_of,
-    writes_of,
 )
 
 
@@ -82,9 +81,7 @@ class Hoist:
             self._held = _count_held(tasks, buffers, workspace_pool, landing, known)
         self._computes = [_computes(task) for task in tasks]
         self._copies = [lane_of(task) if isinstance(task, Copy) else None for task in tasks]
-        self._touched = [
-            tuple(buffer for buffer, _ in (*reads_of(task), *writes_of(task))) for task in tasks
-        ]
+        self._touched = [_touched_by(task) for task in tasks]
 
     def order(self, pools: Sequence[Pool], depth: int) -> tuple[Task, ...]:
         """Give the tasks in their new order; see `hoist_copies`."""
@@ -162,3 +159,8 @@ def _count_held(
 def _computes(task: Task) -> bool:
     # What takes time beside copies; a save has only its exports.
     return isinstance(task, BlockTask | Update | Export)
+
+
+def _touched_by(task: Task) -> tuple[BufferId, ...]:
+    _, read, _, written = accesses_of(task)
+    return read + written

@@ -30,6 +30,7 @@ from packhorse.program.tasks import (
     GradNorm,
     Task,
     Update,
+    accesses_of,
     reads_of,
     writes_of,
 )
@@ -133,6 +134,9 @@ def _find_uses(
     found: dict[BufferId, list[_Use]] = {}
     moving = {name for name, buffer in buffers.items() if moves_between_tiers(buffer)}
     for position, task in enumerate(tasks):
+        _, names, _, changed = accesses_of(task)
+        if moving.isdisjoint(names) and moving.isdisjoint(changed):
+            continue
         read, written = reads_of(task), writes_of(task)
         for buffer, tier in dict.fromkeys([*read, *written]):
             if buffer in moving:

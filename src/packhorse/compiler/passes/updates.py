@@ -57,8 +57,7 @@ from packhorse.program.tasks import (
     Send,
     Task,
     Update,
-    reads_of,
-    writes_of,
+    accesses_of,
 )
 
 # Fused updates change parameter and states in place, element by element.
@@ -132,8 +131,7 @@ def add_updates(
     """Insert norms and updates for every trained chunk; `places` are those of all chunks."""
     trained = [chunk for chunk in layout.chunks if chunk.trainable]
     counted = {c.id: norm_id(c.id) for c in trained if not norms.counts_elsewhere(c, layout)}
-    writes = _last_positions([tuple(buffer for buffer, _ in writes_of(task)) for task in tasks])
-    reads = _last_positions([tuple(buffer for buffer, _ in reads_of(task)) for task in tasks])
+    reads, writes = _last_positions(tasks)
     norm_at: dict[int, list[Chunk]] = {}
     update_at: dict[int, list[Chunk]] = {}
     for chunk in trained:
@@ -231,5 +229,14 @@ def _states(chunk: ChunkId, optimizer: OptimizerPlan) -> tuple[BufferId, ...]:
     return tuple(state_id(state, chunk) for state in updated_states(optimizer))
 
 
-def _last_positions(touched: Sequence[tuple[BufferId, ...]]) -> Mapping[BufferId, int]:
-    return {buffer: position for position, buffers in enumerate(touched) for buffer in buffers}
+def _last_positions(tasks: Sequence[Task]) -> tuple[dict[BufferId, int], dict[BufferId, int]]:
+    # Where each buffer is read and written last.
+    reads: dict[BufferId, int] = {}
+    writes: dict[BufferId, int] = {}
+    for position, task in enumerate(tasks):
+        _, read, _, written = accesses_of(task)
+        for buffer in read:
+            reads[buffer] = position
+        for buffer in written:
+            writes[buffer] = position
+    return reads, writes
