@@ -18,9 +18,9 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 TEST_ARGS ?=
 TRAIN_ARGS ?=
 BENCH_ARGS ?=
-BENCHES ?= numbers audit memory headline refusal overhead update split traffic accumulation cache \
-  outofcore durability stride schedules ranks pipeline budget billion prediction load crash \
-  first_step
+BENCHES ?= numbers audit memory headline refusal overhead update split traffic accumulation \
+  cache outofcore durability stride schedules ranks pipeline actions budget billion prediction \
+  load crash first_step
 
 .PHONY: help venv check test assets train bench clean
 
