@@ -17,7 +17,7 @@ import torch
 
 from bench.pipeline_worker import Decoder, Shape, make_batch
 from bench.planned import Ways, make_plan, trace_subject
-from bench.ranked import find_owners, spread_blocks
+from bench.ranked import plan_pipeline, spread_blocks
 from packhorse.compiler.lower import lower_plan
 from packhorse.compiler.runs import Runs, run_pipelined
 from packhorse.model.parts import cut_model
@@ -81,10 +81,10 @@ def lower_many(lower: Callable[[int], Deep], num_tasks: int) -> Deep:
 def lower_ranks(model: Model, num_microbatches: int) -> Deep:
     """Lower a step of all ranks."""
     schedule = make_named(SCHEDULE, NUM_RANKS, num_microbatches, even_costs(NUM_RANKS))
-    stages = spread_blocks(model, schedule.num_stages)
-    parts = cut_model(model, find_owners(model, schedule, stages))
+    pipeline = plan_pipeline(schedule, spread_blocks(model, schedule.num_stages))
+    parts = cut_model(model, pipeline.owners)
     begin_ns = time.process_time_ns()
-    runs = run_pipelined(model, schedule, stages)
+    runs = run_pipelined(model, pipeline)
     return _lower(parts, runs, num_microbatches, begin_ns)
 
 

@@ -16,8 +16,11 @@ from bench.zoo import ZOO, make_steps
 from packhorse.compiler.lower import lower_plan
 from packhorse.errors import AuditError, MismatchError, StorageError
 from packhorse.program.program import Program
-from packhorse.program.tasks import Backward, Forward, Recompute, Task
+from packhorse.program.tasks import Backward, Forward, Free, Recompute, Task
+from packhorse.program.text import format_task
 from packhorse.runtime.engine import Engine
+from packhorse.runtime.performing import Performer
+from packhorse.runtime.prepared import prepare_program
 from packhorse.verifier.rules import verify_program
 
 ON_DISK = replace(PLACES["all on disk"], activations=("recompute",))
@@ -215,3 +218,25 @@ def test_the_timeline_has_every_task_and_the_proved_memory(tmp_path: Path) -> No
         assert peak <= max(curve) <= capacity
     assert result.disk_read_bytes > 0
     assert result.disk_written_bytes > 0
+
+
+def test_an_error_of_a_free_names_the_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frees that go along with a task are told apart from it, and from each other."""
+    programs = make_programs()
+    model = find_subject("weave").traced.model
+    proofs = {kind: verify_program(program, model) for kind, program in programs.items()}
+    jobs = prepare_program(programs["train_step"], proofs["train_step"]).jobs
+    job = next(job for job in jobs if len(job.frees) > 1)
+    free = Performer.free
+
+    def fail(performer: Performer, task: Free, program: Program) -> None:
+        if task is job.frees[1]:
+            raise StorageError("the drive is gone", where="the scratch file")
+        free(performer, task, program)
+
+    with make_engine(programs, proofs, tmp_path) as engine:
+        monkeypatch.setattr(Performer, "free", fail)
+        with pytest.raises(StorageError) as caught:
+            engine.train_step(STEPS[0], step=1, learning_rate=1e-3)
+    words = f"task {job.index + 2} of step 1: {format_task(job.frees[1])}"
+    assert caught.value.where == f"the scratch file\n{words}"

@@ -81,6 +81,71 @@ def test_lanes_run_beside_each_other(lanes: ThreadLanes) -> None:
     lanes.wait_all()
 
 
+def test_what_goes_along_belongs_to_its_task(lanes: ThreadLanes) -> None:
+    may_end = threading.Event()
+    happened: list[str] = []
+
+    def then() -> None:
+        assert may_end.wait(5)
+        happened.append("then")
+
+    lanes.submit(0, "compute", partial(happened.append, "work"), unheard, (), then)
+    lanes.submit(1, "disk_write", partial(happened.append, "behind it"), unheard, (0,))
+    lanes.submit(2, "disk_read", may_end.set, unheard, ())
+    lanes.wait_all()
+    assert happened == ["work", "then", "behind it"]
+
+
+def test_who_waits_is_woken_for_what_is_wanted(lanes: ThreadLanes) -> None:
+    booked: list[int] = []
+    asked: list[int] = []
+    ended = [threading.Event() for _ in range(6)]
+
+    def work(index: int) -> None:
+        # All but the first one run while somebody waits.
+        if index == 0:
+            assert waits.wait(5)
+
+    def book(index: int, begin_ns: int, end_ns: int) -> None:
+        del begin_ns, end_ns
+        booked.append(index)
+        ended[index].set()
+
+    def wanted(index: int) -> bool:
+        asked.append(index)
+        return index == 4
+
+    waits = threading.Event()
+    for index in range(5):
+        lanes.submit(index, "compute", partial(work, index), partial(book, index), ())
+    threading.Timer(0.02, waits.set).start()
+    assert lanes.wait_any(wanted)
+    while not ended[4].is_set():  # a machine that is slow for a moment is looked at in between
+        lanes.wait_any(wanted)
+    assert booked == list(range(5))
+    assert asked == sorted(asked)
+    assert not lanes.wait_any(wanted)
+
+
+def test_what_is_not_wanted_is_told_a_moment_later(lanes: ThreadLanes) -> None:
+    booked: list[int] = []
+    go_on = threading.Event()
+
+    def book(begin_ns: int, end_ns: int) -> None:
+        del begin_ns, end_ns
+        booked.append(0)
+
+    def last() -> None:
+        assert go_on.wait(5), "nobody heard of the task before"
+
+    lanes.submit(0, "compute", nothing, book, ())
+    lanes.submit(1, "compute", last, unheard, ())
+    while not booked:
+        assert lanes.wait_any(lambda index: index == 1)
+    go_on.set()
+    lanes.wait_all()
+
+
 def test_the_first_error_ends_everything(lanes: ThreadLanes) -> None:
     ran: list[int] = []
 

@@ -30,7 +30,8 @@ from packhorse.program.tasks import Copy
 from packhorse.runtime.disk import DiskTier
 from packhorse.runtime.engine import Engine
 from packhorse.runtime.executor import Executor
-from packhorse.runtime.running import Prepared, Running, StepWork
+from packhorse.runtime.prepared import Prepared
+from packhorse.runtime.running import Running, StepWork
 from packhorse.storage.kept_state import KeptState, find_kept
 from packhorse.storage.scratch_folder import find_leftovers
 from packhorse.trainer.observer import SilentObserver, StepReport

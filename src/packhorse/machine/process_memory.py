@@ -6,6 +6,7 @@ In: nothing. Out: bytes, within some tens of pages; 0 where the kernel does not 
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,28 @@ def resident_bytes() -> int:
         return int(_NOW.read_bytes().split()[1]) * mmap.PAGESIZE
     except OSError:
         return 0
+
+
+class ResidentMeter:
+    """Tells the resident memory of this process again and again, in a tenth of the time."""
+
+    def __init__(self) -> None:
+        try:
+            self._file: int | None = os.open(_NOW, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._file = None
+
+    def read(self) -> int:
+        """The resident memory now; 0 where the kernel does not say, and once it is closed."""
+        if self._file is None:
+            return 0
+        return int(os.pread(self._file, 256, 0).split()[1]) * mmap.PAGESIZE
+
+    def close(self) -> None:
+        """Tell nothing any more. Closing twice is harmless."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
 
 
 def largest_resident_bytes() -> int:

@@ -47,12 +47,18 @@ BackwardTask = Backward | InputGrad | WeightGrad
 
 @dataclass(frozen=True, slots=True)
 class _BlockArguments:
-    """A block's parameters as views of chunk memory, with the chunks that hold them."""
+    """A block's parameters as views of chunk memory, with the chunks that hold them.
+
+    `inputs` gives the names of the inputs by their place among the body's arguments; `sums` names
+    what the block adds up of each of its parameters, were it tied.
+    """
 
     parameters: tuple[Tensor, ...]
     sinks: Mapping[int, Tensor]
     param_chunks: tuple[tuple[BufferId, ...], ...]
     grad_chunks: Mapping[int, tuple[BufferId, ...]]
+    inputs: Mapping[int, ValueId]
+    sums: tuple[BufferId, ...]
 
 
 class BodyRunner:
@@ -73,7 +79,7 @@ class BodyRunner:
     ) -> None:
         self._make_room = make_room
         self._traced = traced
-        self._numbers = number_globally(traced.model)
+        numbers = number_globally(traced.model)
         self._device = device
         self._unused = torch.empty(0, device=device)
         self._constants = {
@@ -81,7 +87,8 @@ class BodyRunner:
             for block, tensors in traced.constants.items()
         }
         self._arguments = tuple(
-            _find_arguments(block, traced, layout, memory) for block in traced.model.blocks
+            _find_arguments(block, numbers[block.id], traced, layout, memory)
+            for block in traced.model.blocks
         )
 
     @property
@@ -111,10 +118,10 @@ class BodyRunner:
         self._make_room(task, code.costs.forward_large_bytes)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
         if key is None:
-            results = code.evaluate(*arguments)
+            results = code.evaluate.forward(*arguments)
         else:
             graph = code.keep if keeps else code.discard
-            results = graph(*arguments, *self._noise(block.id, code, key))
+            results = graph.forward(*arguments, *self._noise(block.id, code, key))
         written: dict[BufferId, Payload] = {
             value_id(name, task.microbatch): (tensor,)
             for name, tensor in zip(block.outputs, results[: code.num_outputs], strict=True)
@@ -130,7 +137,7 @@ class BodyRunner:
         block, code = self._block(task.block)
         self._make_room(task, code.costs.forward_large_bytes)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
-        results = code.keep(*arguments, *self._noise(block.id, code, key))
+        results = code.keep.forward(*arguments, *self._noise(block.id, code, key))
         return {saved_id(task.block, task.microbatch): tuple(results[code.num_outputs :])}
 
     def backward(self, task: BackwardTask, visible: Visible) -> dict[BufferId, Payload]:
@@ -194,14 +201,15 @@ class BodyRunner:
         Returns:
             What it writes, and the results behind that: the stash.
         """
-        block, code = self._block(task.block)
-        variant = _choose_variant(block, self._numbers[block.id], backward, task)
+        block, _ = self._block(task.block)
+        own = self._arguments[block.id]
+        variant = _choose_variant(block, own.sums, backward, task)
         sums = self._find_sums(block, variant, task, visible)
-        arguments = self._backward_arguments(block, code, backward, variant, sums, task, visible)
-        results = variant.graph(*given, *arguments)
+        arguments = self._backward_arguments(block, backward, variant, sums, task, visible)
+        # The graph's own function: a module's call looks for hooks, which graphs do not have.
+        results = variant.graph.forward(*given, *arguments)
         self._end_sums(block, sums, task)
-        places = _input_names(block, code)
-        names = [value_grad_id(places[i], task.microbatch) for i in backward.input_grads]
+        names = [value_grad_id(own.inputs[i], task.microbatch) for i in backward.input_grads]
         names += [
             tied_grad_id(block.parameters[i], task.microbatch) for i in variant.parameter_grads
         ]
@@ -209,7 +217,7 @@ class BodyRunner:
             name: (tensor,) for name, tensor in zip(names, results, strict=False)
         }
         for index, tensor in sums.items():
-            written[tied_sum_id(block.parameters[index], self._numbers[block.id])] = (tensor,)
+            written[own.sums[index]] = (tensor,)
         return written, tuple(results[len(names) :])
 
     def sum_tied(self, task: SumTied, visible: Visible) -> None:
@@ -230,7 +238,7 @@ class BodyRunner:
         """The block's own sums of tied parameters, by index; the first micro-batch makes them."""
         sums: dict[int, Tensor] = {}
         for index in variant.sinks:
-            name = tied_sum_id(block.parameters[index], self._numbers[block.id])
+            name = self._arguments[block.id].sums[index]
             if name in task.writes:
                 made = torch.empty_like(self._arguments[block.id].sinks[index])
                 sums[index] = _find(visible, name, block) if task.microbatch else made
@@ -255,7 +263,7 @@ class BodyRunner:
         for chunks in own.param_chunks:
             _require(chunks, reads, block)
         code = self._traced.code[block.body]
-        places = _input_names(block, code)
+        places = own.inputs
         inputs = [
             _find(visible, value_id(places[i], microbatch), block) if i in places else self._unused
             for i in range(code.num_inputs)
@@ -265,7 +273,6 @@ class BodyRunner:
     def _backward_arguments(
         self,
         block: Block,
-        code: BodyCode,
         backward: BackwardCode,
         variant: BackwardVariant,
         sums: Mapping[int, Tensor],
@@ -274,7 +281,7 @@ class BodyRunner:
     ) -> list[Tensor]:
         own = self._arguments[block.id]
         microbatch = task.microbatch
-        places = _input_names(block, code)
+        places = own.inputs
         for index in backward.parameters:
             _require(own.param_chunks[index], task.reads, block)
         for index in variant.sinks:
@@ -314,21 +321,15 @@ class BodyRunner:
 
 
 def _choose_variant(
-    block: Block, number: BlockId, backward: BackwardCode, task: BackwardTask
+    block: Block, sums: Sequence[BufferId], backward: BackwardCode, task: BackwardTask
 ) -> BackwardVariant:
     """Which variant a task means: that whose sums of tied parameters it declares."""
     declared = {*task.reads, *task.writes}
     if task.microbatch == 0:
-        sums = (tied_sum_id(name, number) for name in block.parameters)
         return backward.first if declared.isdisjoint(sums) else backward.apart_first
     handed = (*backward.later.parameter_roots, *backward.later.parameter_grads)
     running = (tied_grad_id(block.parameters[index], task.microbatch) for index in handed)
     return backward.apart_later if declared.isdisjoint(running) else backward.later
-
-
-def _input_names(block: Block, code: BodyCode) -> dict[int, ValueId]:
-    """Names of the inputs by their place among the body's arguments."""
-    return dict(zip(code.used_inputs, block.inputs, strict=True))
 
 
 def _require(chunks: Sequence[BufferId], declared: Iterable[BufferId], block: Block) -> None:
@@ -356,7 +357,7 @@ def _undeclared(buffer: BufferId, declared: Iterable[BufferId], block: Block) ->
 
 
 def _find_arguments(
-    block: Block, traced: Traced, layout: Layout, memory: ChunkMemory
+    block: Block, number: BlockId, traced: Traced, layout: Layout, memory: ChunkMemory
 ) -> _BlockArguments:
     trained = {
         index: name
@@ -373,4 +374,6 @@ def _find_arguments(
         sinks={index: memory.parameter("grad", name) for index, name in trained.items()},
         param_chunks=tuple(param_ids(name) for name in block.parameters),
         grad_chunks={index: grad_ids(name) for index, name in trained.items()},
+        inputs=dict(zip(traced.code[block.body].used_inputs, block.inputs, strict=True)),
+        sums=tuple(tied_sum_id(name, number) for name in block.parameters),
     )

@@ -70,6 +70,27 @@ def find_dependencies(tasks: Sequence[Task]) -> Dependencies:
     )
 
 
+def merge_tasks(dependencies: Dependencies, heads: Sequence[int]) -> Dependencies:
+    """Give the dependencies of jobs, which go by their first tasks.
+
+    Args:
+        heads: for each task the first one of its job; only that one may be in `entering`.
+    """
+    inner: list[set[int]] = [set() for _ in heads]
+    for index, head in enumerate(heads):
+        inner[head].update(heads[other] for other in dependencies.inner[index])
+        inner[head].discard(head)
+    return Dependencies(
+        inner=tuple(tuple(sorted(after)) for after in inner),
+        entering=dependencies.entering,
+        writers={place: heads[index] for place, index in dependencies.writers.items()},
+        readers={
+            place: tuple(dict.fromkeys(heads[index] for index in found))
+            for place, found in dependencies.readers.items()
+        },
+    )
+
+
 class History:
     """What tasks that may not have completed yet did with places; tasks go by their numbers."""
 

@@ -71,14 +71,22 @@ class PacedLanes(LanesAround):
             self._known[program.kind] = self._pace(program)
         self._durations = dict(enumerate(self._known[program.kind], first))
 
-    def submit(self, index: int, lane: Lane, work: Work, done: Done, after: Sequence[int]) -> None:
+    def submit(
+        self,
+        index: int,
+        lane: Lane,
+        work: Work,
+        done: Done,
+        after: Sequence[int],
+        then: Work | None = None,
+    ) -> None:
         """Queue the work of a task, and its wait behind it; see `Lanes`.
 
         What is no task of the program takes as long as it takes.
         """
         duration_ns = self._durations.get(index)
         if duration_ns is None:
-            self._lanes.submit(index, lane, work, done, after)
+            self._lanes.submit(index, lane, work, done, after, then)
             return
 
         def work_and_wait() -> None:
@@ -86,7 +94,7 @@ class PacedLanes(LanesAround):
             work()
             self._wait(lane, duration_ns, self._now_ns() - begin_ns)
 
-        self._lanes.submit(index, lane, work_and_wait, done, after)
+        self._lanes.submit(index, lane, work_and_wait, done, after, then)
 
     def _wait(self, lane: Lane, duration_ns: int, worked_ns: int) -> None:
         if worked_ns > duration_ns:

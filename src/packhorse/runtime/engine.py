@@ -22,11 +22,7 @@ from torch import Tensor
 from packhorse.errors import InputError, MismatchError
 from packhorse.graph.trace import Traced
 from packhorse.model.spec import ParameterName
-from packhorse.optim.groups import hyperparameters
-from packhorse.optim.norm import clip_coefficient
 from packhorse.optim.optimizers import Optimizer
-from packhorse.optim.schedules import scale_rate
-from packhorse.optim.update import update_shard
 from packhorse.program.buffers import NORM, BufferId, ChunkId, Layout, split_state
 from packhorse.program.program import Program, ProgramKind, Proof
 from packhorse.runtime.bodies import BodyRunner
@@ -44,11 +40,14 @@ from packhorse.runtime.messages import Messages, find_shapes
 from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.norms import Norms
 from packhorse.runtime.payloads import Payloads
-from packhorse.runtime.running import NO_WORK, Running, StepWork, prepare_program
+from packhorse.runtime.performing import Performer
+from packhorse.runtime.prepared import prepare_program
+from packhorse.runtime.running import NO_WORK, Running, StepWork
 from packhorse.runtime.spoilt import SpoiltError, explain_spoilt
 from packhorse.runtime.step_result import StepResult, find_losses
 from packhorse.runtime.tiers import ChunkTiers
 from packhorse.runtime.transport.spec import Transport
+from packhorse.runtime.updates import ChunkUpdates
 from packhorse.storage.kept_state import KeptState
 from packhorse.storage.scratch_space import Scratch
 from packhorse.timeline.spec import Timeline
@@ -131,14 +130,9 @@ class Engine:
         # Steps that are not complete, and who wants to hear of it.
         self._unseen: list[tuple[Running, Callable[[Timeline], None]]] = []
         self._traced = traced
-        self._optimizer = optimizer
-        self._max_grad_norm = max_grad_norm
         self._seed = seed
         self._layout = next(iter(programs.values())).layout
         self._chunks = chunk_table(self._layout)
-        self._groups = {
-            chunk.group: hyperparameters(optimizer, chunk.group) for chunk in self._layout.chunks
-        }
         self._prepared = {
             kind: prepare_program(program, proofs[kind]) for kind, program in programs.items()
         }
@@ -153,6 +147,7 @@ class Engine:
             for memory in self._tiers.values():
                 undo.callback(memory.close)
             self._memory = self._tiers["device"]
+            self._updates = ChunkUpdates(optimizer, max_grad_norm, self._layout, self._memory)
             tiers = ChunkTiers(
                 self._layout,
                 memory=self._tiers,
@@ -170,16 +165,20 @@ class Engine:
             self._messages = Messages(transport, self._device, shapes)
             lanes = make_lanes(programs.values(), self._device, num_threads)
             self._paced = None if pace is None else PacedLanes(lanes, pace)
-            self._executor = Executor(
-                program=programs["load"],
+            self._performer = Performer(
                 runner=BodyRunner(
                     traced, self._layout, self._memory, self._device, self._heap.make_room
                 ),
                 tiers=tiers,
-                lanes=self._paced or lanes,
                 payloads=Payloads(self._device, self._disk, audit=audit, saved=places.saved),
                 norms=Norms(traced.model, self._layout, self._memory),
                 messages=self._messages,
+            )
+            self._executor = Executor(
+                program=programs["load"],
+                performer=self._performer,
+                tiers=tiers,
+                lanes=self._paced or lanes,
                 audit=audit,
                 watch=watch,
             )
@@ -278,7 +277,7 @@ class Engine:
         """
 
         def update(chunk: ChunkId, tensors: Mapping[str, Tensor], norm: Tensor | None) -> None:
-            self._update(chunk, tensors, norm, step, learning_rate)
+            self._updates.apply(chunk, tensors, norm, step=step, learning_rate=learning_rate)
 
         self._heap.keep_as_is()  # it is as large as that of an evaluation
         run, result = self._step("train_step", feeds, step=step, update=update)
@@ -382,7 +381,7 @@ class Engine:
 
             def find_block(microbatch: int) -> int | None:
                 key = NoiseKey(seed=self._seed, step=step, microbatch=microbatch)
-                return self._executor.find_non_finite(to_device(microbatch), key, microbatch)
+                return self._performer.find_non_finite(to_device(microbatch), key, microbatch)
 
             found = explain_spoilt(error, self._traced.model, step=step, find_block=find_block)
             self._failed = found.what
@@ -468,32 +467,6 @@ class Engine:
             )
             for start, stop, slot, first in self._memory.pieces(self._chunks[chunk])
         ]
-
-    def _update(
-        self,
-        chunk_id: ChunkId,
-        tensors: Mapping[str, Tensor],
-        norm: Tensor | None,
-        step: int,
-        learning_rate: float,
-    ) -> None:
-        chunk = self._chunks[chunk_id]
-        group = self._groups[chunk.group]
-        coefficient = None
-        if norm is not None and self._max_grad_norm is not None:
-            coefficient = clip_coefficient(norm, self._max_grad_norm)
-        master = tensors.get("master")
-        update_shard(
-            group,
-            step=step,
-            learning_rate=scale_rate(group.lr, self._optimizer.lr, learning_rate),
-            param=tensors["param"] if master is None else master,
-            grad=tensors["grad"],
-            states={name: tensors[name] for name in self._optimizer.state_names},
-            pieces=[(start, stop) for start, stop, _, _ in self._memory.pieces(chunk)],
-            clip_coefficient=coefficient,
-            compute_param=None if master is None else tensors["param"],
-        )
 
 
 def _first_line(error: BaseException) -> str:

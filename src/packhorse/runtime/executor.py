@@ -20,60 +20,87 @@ completed when they are issued, is compared with the proof.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import assert_never
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import eq
 
 import torch
 from torch import Tensor
 
-from packhorse.errors import AuditError, RunFailedError, StuckError
+from packhorse.errors import AuditError, PackhorseError, RunFailedError, StuckError
 from packhorse.program.audit import check_against_proof
-from packhorse.program.buffers import (
-    NORM,
-    BufferId,
-    PoolId,
-    TierName,
-    state_id,
-    value_id,
-)
+from packhorse.program.buffers import BufferId, PoolId
 from packhorse.program.program import Program
-from packhorse.program.tasks import (
-    Backward,
-    Copy,
-    Emit,
-    Export,
-    Feed,
-    Forward,
-    Free,
-    GradNorm,
-    Import,
-    InputGrad,
-    Lane,
-    PackLosses,
-    PackNorms,
-    Recompute,
-    Recv,
-    SegmentNorm,
-    Send,
-    SumTied,
-    Task,
-    Update,
-    WeightGrad,
-    workspace_of,
-    writes_of,
-)
+from packhorse.program.tasks import Lane
 from packhorse.program.text import format_task
-from packhorse.runtime.bodies import BodyRunner, Payload
-from packhorse.runtime.dependencies import History, Place
-from packhorse.runtime.lanes import DeviceFailedError, Lanes, LanesStuckError
+from packhorse.runtime.dependencies import History
+from packhorse.runtime.lanes import DeviceFailedError, Lanes, LanesStuckError, Wanted
 from packhorse.runtime.memory.ledger import Ledger
-from packhorse.runtime.messages import Messages
-from packhorse.runtime.noise import NoiseKey
-from packhorse.runtime.norms import Norms
-from packhorse.runtime.payloads import Payloads
-from packhorse.runtime.running import Prepared, Running, StepWork
+from packhorse.runtime.performing import Performer
+from packhorse.runtime.prepared import Job, Prepared, Sizes
+from packhorse.runtime.running import Running, StepWork
 from packhorse.runtime.tiers import ChunkTiers
+
+
+class _Issued:
+    """A job on its way: what its lane does, and what is told when that is done.
+
+    Many of them are under way at a time, so they are one object each: Python's garbage collector
+    looks at all that lives whenever enough has been added.
+    """
+
+    __slots__ = ("_at", "_completed", "_free_ends_ns", "_job", "_performer", "_run")
+
+    def __init__(
+        self,
+        run: Running,
+        job: Job,
+        performer: Performer,
+        completed: Callable[[Running, Job, int], None],
+    ) -> None:
+        self._run = run
+        self._job = job
+        self._performer = performer
+        self._completed = completed
+        # Which of its tasks it is in.
+        self._at = 0
+        self._free_ends_ns: tuple[int, ...] = ()
+
+    def perform(self) -> None:
+        """Do the task."""
+        run, job = self._run, self._job
+        try:
+            with torch.no_grad():
+                self._performer.perform(
+                    job.task, job.created, run.prepared.program, run.work, run.emitted
+                )
+        except RunFailedError as error:
+            _name(error, self.describe())
+            raise
+
+    def free(self) -> None:
+        """Do the frees that go along with it."""
+        program = self._run.prepared.program
+        try:
+            with torch.no_grad():
+                for task in self._job.frees:
+                    self._at += 1
+                    self._performer.free(task, program)
+                    self._free_ends_ns += (time.perf_counter_ns(),)
+        except RunFailedError as error:
+            _name(error, self.describe())
+            raise
+
+    def done(self, start_ns: int, end_ns: int) -> None:
+        """Book what is complete."""
+        self._run.book(self._job, start_ns, end_ns, self._free_ends_ns)
+        at_ns = self._free_ends_ns[-1] if self._free_ends_ns else end_ns
+        self._completed(self._run, self._job, at_ns)
+
+    def describe(self) -> str:
+        """What it is in."""
+        task = self._job.tasks[self._at]
+        return f"task {self._job.index + self._at} of {self._run.work.name}: {format_task(task)}"
 
 
 class Executor:
@@ -87,32 +114,25 @@ class Executor:
         self,
         *,
         program: Program,
-        runner: BodyRunner,
+        performer: Performer,
         tiers: ChunkTiers,
         lanes: Lanes,
-        payloads: Payloads,
-        norms: Norms,
-        messages: Messages,
         audit: bool,
         watch: Callable[[], None],
     ) -> None:
-        self._runner = runner
+        self._performer = performer
         self._tiers = tiers
         self._lanes = lanes
-        self._norms = norms
-        self._messages = messages
-        self._audit = audit
         self._watch = watch
         self._ledger = Ledger(program.pools)
-        self._payloads = payloads
-        # What will be there once every issued task has completed: reservations follow the order of
-        # issue, while tiers and payloads change when tasks run.
-        self._issued: set[Place] = set()
-        # The ledger as if each task completed when it is issued: what the verifier's replay saw.
-        self._replay = Ledger(program.pools)
+        # In an audit, the ledger as if each task completed when it is issued: what the verifier's
+        # replay saw.
+        self._replay = Ledger(program.pools) if audit else None
         self._history = History()
-        # What was issued and has not completed, by ascending numbers, with what it is.
+        # What was issued and has not completed, by ascending numbers, with what it is; and how many
+        # bytes of a pool its end gives back.
         self._pending: dict[int, Callable[[], str]] = {}
+        self._releasing: dict[PoolId, dict[int, int]] = {pool.id: {} for pool in program.pools}
         self._next = 0
         self._running: list[Running] = []
         self._last_end_ns = 0
@@ -141,9 +161,9 @@ class Executor:
         for buffer in program.buffers.values():
             if buffer.home == "disk":
                 pool = buffer.pools["disk"]
-                self._issued.add((buffer.id, "disk"))
                 self._ledger.reserve(pool, buffer.size_bytes)
-                self._replay.reserve(pool, buffer.size_bytes)
+                if self._replay is not None:
+                    self._replay.reserve(pool, buffer.size_bytes)
                 self._tiers.create(buffer.id, "disk", pool)
 
     def issue(self, prepared: Prepared, work: StepWork) -> Running:
@@ -151,44 +171,48 @@ class Executor:
 
         Blocks while a reservation does not fit; the last tasks are still on their way afterwards.
         """
-        program, dependencies = prepared.program, prepared.dependencies
+        dependencies = prepared.dependencies
         run = Running(prepared, work, first=self._next)
-        self._next += len(program.tasks)
+        first = run.first
+        self._next += len(prepared.program.tasks)
         self._running.append(run)
         is_alone = self.is_idle
-        for index, task in enumerate(program.tasks):
-            self._watch()
-            created = self._reserve(task, program)
-            self._note()
-            after = [run.first + other for other in dependencies.inner[index]]
-            if not is_alone and index in dependencies.entering:
-                after.extend(self._history.before(dependencies.entering[index]))
-            self._submit(run, index, created, after)
-            self._release(self._replay, task, program)
-            if self._audit:
-                self._check(prepared, index)
-        self._history.add(dependencies, run.first, self._pending.keys())
+        self._note(time.perf_counter_ns())
+        try:
+            for job in prepared.jobs:
+                self._watch()
+                if job.reserved:
+                    self._reserve(job.reserved)
+                after = [first + other for other in dependencies.inner[job.index]]
+                if not is_alone and job.index in dependencies.entering:
+                    after.extend(self._history.before(dependencies.entering[job.index]))
+                self._submit(run, job, after)
+                if self._replay is not None:
+                    self._check(self._replay, prepared, job)
+        except (LanesStuckError, DeviceFailedError) as error:
+            raise self._told(error) from error
+        self._history.add(dependencies, first, self._pending.keys())
         self._end_complete()
         return run
 
     def await_values(self, run: Running) -> Mapping[BufferId, Tensor]:
         """Block until all that a program emits is there."""
-        while not run.has_values:
+        while run.missing_values:
             self._watch()
-            self._wait()
+            self._wait(run.missing_values.__contains__)
         return run.emitted
 
     def complete(self, run: Running) -> None:
         """Block until a program, and all before it, are complete."""
         while not run.is_over:
-            self._wait()
+            self._wait(partial(eq, self._last_pending(run.last)))
 
     def wait_for(self, number: int) -> None:
         """Block until all up to a number are complete."""
         # Numbers ascend, so the first one is the least.
         while self._pending and next(iter(self._pending)) <= number:
             self._watch()
-            self._wait()
+            self._wait(partial(eq, self._last_pending(number)))
 
     def follow(self, lane: Lane, work: Callable[[], None], what: str) -> int:
         """Run work on a lane once all that was issued before is complete; gives its number.
@@ -204,125 +228,97 @@ class Executor:
             del start_ns, end_ns
             del self._pending[number]
 
-        with self._told():
-            self._lanes.submit(number, lane, _naming(work, lambda: what), done, after)
+        try:
+            self._lanes.submit(number, lane, _naming(work, what), done, after)
+        except (LanesStuckError, DeviceFailedError) as error:
+            raise self._told(error) from error
         return number
 
-    def _submit(
-        self, run: Running, index: int, created: Sequence[Place], after: Sequence[int]
-    ) -> None:
-        program, task = run.prepared.program, run.prepared.program.tasks[index]
-        number = run.first + index
+    def _submit(self, run: Running, job: Job, after: Sequence[int]) -> None:
+        number = run.first + job.index
+        issued = _Issued(run, job, self._performer, self._complete)
+        self._pending[number] = issued.describe
+        for pool, size in job.released:
+            self._releasing[pool][number] = size
+        then = issued.free if job.frees else None
+        self._lanes.submit(number, job.lane, issued.perform, issued.done, after, then)
 
-        def describe() -> str:
-            return f"task {index} of {run.work.name}: {format_task(task)}"
-
-        def do() -> None:
-            with torch.no_grad():
-                self._create(created, program)
-                self._perform(task, program, run.work, run.emitted)
-            for name, tier in created:
-                if name in self._tiers:
-                    self._tiers.fill(name, tier, program.buffers[name].pools[tier])
-
-        def done(start_ns: int, end_ns: int) -> None:
-            del self._pending[number]
-            run.book(index, start_ns, end_ns)
-            self._release(self._ledger, task, program)
-            self._note()
-            self._end_complete()
-
-        self._pending[number] = describe
-        lane = run.prepared.lanes[index]
-        with self._told():
-            self._lanes.submit(number, lane, _naming(do, describe), done, after)
+    def _complete(self, run: Running, job: Job, at_ns: int) -> None:
+        """Take a job that is complete off the books."""
+        number = run.first + job.index
+        del self._pending[number]
+        for pool, size in job.released:
+            self._ledger.release(pool, size)
+            del self._releasing[pool][number]
+        self._note(at_ns)
+        self._end_complete()
 
     def _end_complete(self) -> None:
         """End the programs that are complete, in their order."""
         while self._running and self._running[0].is_complete:
             self._last_end_ns = self._running.pop(0).end(self._last_end_ns)
 
-    def _wait(self) -> None:
-        """Block until one more task has completed."""
-        with self._told():
-            self._lanes.wait_any()
+    def _last_pending(self, number: int) -> int:
+        """The last task up to a number that is not complete."""
+        return next(found for found in reversed(self._pending) if found <= number)
 
-    @contextmanager
-    def _told(self) -> Generator[None]:
-        """Tell errors of lanes, which know tasks by their numbers, with the tasks' names."""
+    def _wait(self, wanted: Wanted) -> None:
+        """Block until one more task has completed; not for long, if it is none that is wanted."""
         try:
-            yield
-        except LanesStuckError as error:
-            raise self._stuck(error) from error
-        except DeviceFailedError as error:
-            raise RunFailedError(
-                f"the device failed: {error}",
-                where=f"lane {error.lane}, {self._pending[error.index]()}",
-                fix="if its memory ran out: end other programs on it, grant a larger budget, or set"
-                " PYTORCH_ALLOC_CONF=expandable_segments:True; else look at the kernel log, and"
-                " set CUDA_LAUNCH_BLOCKING=1 to find the kernel",
-            ) from error
+            self._lanes.wait_any(wanted)
+        except (LanesStuckError, DeviceFailedError) as error:
+            raise self._told(error) from error
 
-    def _note(self) -> None:
-        at_ns = time.perf_counter_ns()
+    def _told(self, error: LanesStuckError | DeviceFailedError) -> PackhorseError:
+        """Tell an error of lanes, which know tasks by their numbers, with the tasks' names."""
+        if isinstance(error, LanesStuckError):
+            return self._stuck(error)
+        return RunFailedError(
+            f"the device failed: {error}",
+            where=f"lane {error.lane}, {self._pending[error.index]()}",
+            fix="if its memory ran out: end other programs on it, grant a larger budget, or set"
+            " PYTORCH_ALLOC_CONF=expandable_segments:True; else look at the kernel log, and"
+            " set CUDA_LAUNCH_BLOCKING=1 to find the kernel",
+        )
+
+    def _note(self, at_ns: int) -> None:
         for run in self._running:
             run.note(at_ns, self._ledger.used_bytes)
 
-    def _check(self, prepared: Prepared, index: int) -> None:
-        task = prepared.program.tasks[index]
-        try:
-            check_against_proof(prepared.proof, index, task, self._replay.used_bytes)
-        except AuditError:
-            # What an earlier task, still running, may raise tells more.
-            with self._told():
+    def _check(self, replay: Ledger, prepared: Prepared, job: Job) -> None:
+        """Audit a job: let its tasks complete in the replay, and compare each with the proof."""
+        for pool, size in job.reserved:
+            replay.reserve(pool, size)
+        for index, (task, sizes) in enumerate(job.each_released, job.index):
+            for pool, size in sizes:
+                replay.release(pool, size)
+            try:
+                check_against_proof(prepared.proof, index, task, replay.used_bytes)
+            except AuditError:
+                # What an earlier task, still running, may raise tells more.
                 self._lanes.wait_all()
-            raise
+                raise
 
-    def _reserve(self, task: Task, program: Program) -> tuple[Place, ...]:
-        """Reserve what a task creates and its workspace, waiting for releases while it must.
+    def _until_fits(self, pool: PoolId, size_bytes: int) -> Wanted:
+        """Which task, of those that complete from now on, makes a reservation fit."""
+        short_bytes = self._ledger.shortfall(pool, size_bytes)
+        releasing = self._releasing[pool]
 
-        Returns:
-            The places that the task creates.
-        """
-        wanted: dict[PoolId, int] = {}
-        created: list[Place] = []
-        if isinstance(task, Free):
-            self._issued.discard((task.buffer, task.tier))
-        for name, tier in writes_of(task):
-            if (name, tier) in self._issued:
-                continue
-            self._issued.add((name, tier))
-            buffer = program.buffers[name]
-            pool = buffer.pools[tier]
-            wanted[pool] = wanted.get(pool, 0) + buffer.size_bytes
-            created.append((name, tier))
-        workspace = workspace_of(task)
-        if workspace:
-            pool = program.workspace_pool
-            wanted[pool] = wanted.get(pool, 0) + workspace
-        for pool, size in wanted.items():
+        def fits_behind(number: int) -> bool:
+            nonlocal short_bytes
+            short_bytes -= releasing.get(number, 0)
+            return short_bytes <= 0
+
+        return fits_behind
+
+    def _reserve(self, wanted: Sizes) -> None:
+        """Reserve what a task creates and its workspace, waiting for releases while it must."""
+        for pool, size in wanted:
             while self._pending and not self._ledger.fits(pool, size):
-                self._wait()
+                self._wait(self._until_fits(pool, size))
             self._ledger.reserve(pool, size)
-            self._replay.reserve(pool, size)
             self._tiers.shed(pool, self._ledger.used_bytes[pool])
-        return tuple(created)
-
-    def _create(self, created: Sequence[Place], program: Program) -> None:
-        """Make places for what a task is about to write; runs on its lane, in its turn."""
-        for name, tier in created:
-            if name in self._tiers:
-                self._tiers.create(name, tier, program.buffers[name].pools[tier])
-            else:
-                self._payloads.create(name, tier)
-
-    def _release(self, ledger: Ledger, task: Task, program: Program) -> None:
-        workspace = workspace_of(task)
-        if workspace:
-            ledger.release(program.workspace_pool, workspace)
-        if isinstance(task, Free):
-            buffer = program.buffers[task.buffer]
-            ledger.release(buffer.pools[task.tier], buffer.size_bytes)
+        self._note(time.perf_counter_ns())
 
     def _stuck(self, error: LanesStuckError) -> StuckError:
         places = [
@@ -336,148 +332,20 @@ class Executor:
             " then resume",
         )
 
-    def _is_present(self, buffer: BufferId, tier: TierName) -> bool:
-        if buffer in self._tiers:
-            return self._tiers.is_present(buffer, tier)
-        return self._payloads.is_present(buffer, tier)
 
-    def _perform(
-        self, task: Task, program: Program, work: StepWork, emitted: dict[BufferId, Tensor]
-    ) -> None:
-        match task:
-            case Feed():
-                feed = work.feeds(task.microbatch)
-                for buffer in task.writes:
-                    name = buffer.removeprefix("value/").rpartition("@")[0]
-                    self._payloads.keep(program.buffers[buffer], (feed[name].clone(),))
-            case Forward():
-                visible = self._look(task.reads)
-                self._keep_all(
-                    program, self._runner.forward(task, visible, work.noise(task.microbatch))
-                )
-            case Recompute():
-                key = work.noise(task.microbatch)
-                assert key is not None
-                self._keep_all(program, self._runner.recompute(task, self._look(task.reads), key))
-            case Backward() | InputGrad() | WeightGrad():
-                self._keep_all(program, self._runner.backward(task, self._look(task.reads)))
-            case SumTied():
-                self._runner.sum_tied(task, self._look(task.reads))
-            case SegmentNorm():
-                self._require_present(state_id("grad", task.chunk))
-                self._keep_all(program, {task.writes[0]: (self._norms.segments(task.chunk),)})
-            case PackNorms():
-                packed = self._norms.pack(self._look_at_one(task.reads))
-                self._keep_all(program, {task.writes[0]: (packed,)})
-            case PackLosses():
-                losses = self._look_at_one(task.reads)
-                packed = torch.stack([losses[name].reshape(()) for name in task.reads])
-                self._keep_all(program, {task.writes[0]: (packed,)})
-            case GradNorm():
-                norm, spoilt = self._norms.combine(self._look_at_one(task.reads))
-                self._payloads.keep(program.buffers[NORM], (norm,))
-                work.inspect(NORM, norm, spoilt)
-            case Update():
-                self._update(task, work)
-            case Copy():
-                if task.buffer in self._tiers:
-                    self._tiers.copy(task)
-                else:
-                    self._payloads.copy(program.buffers[task.buffer], task)
-            case Free():
-                self._free(task, program)
-            case Send():
-                self._require_present(task.buffer)
-                self._messages.send(task, self._payloads.get(task.buffer)[0])
-            case Recv():
-                self._keep_all(program, {task.buffer: (self._messages.receive(task),)})
-            case Emit():
-                emitted[task.buffer] = self._payloads.get(task.buffer)[0].clone()
-                work.inspect(task.buffer, emitted[task.buffer], ())
-            case Import():
-                work.fill(task.buffer)
-            case Export():
-                self._require_present(task.buffer)
-                work.drain(task.buffer)
-            case _:
-                assert_never(task)
-
-    def _look(self, reads: tuple[BufferId, ...]) -> dict[BufferId, Payload]:
-        """The tensors of the declared buffers, and nothing else."""
-        visible: dict[BufferId, Payload] = {}
-        for buffer in reads:
-            self._require_present(buffer)
-            if buffer not in self._tiers:
-                visible[buffer] = self._payloads.get(buffer)
-        return visible
-
-    def _look_at_one(self, reads: tuple[BufferId, ...]) -> dict[BufferId, Tensor]:
-        return {buffer: tensor for buffer, (tensor,) in self._look(reads).items()}
-
-    def _require_present(self, buffer: BufferId, tier: TierName = "device") -> None:
-        if not self._is_present(buffer, tier):
-            raise AuditError(
-                f"{buffer} is read in the {tier} tier, but it is not there",
-                fix="run the program that was verified",
-            )
-
-    def _keep_all(self, program: Program, written: Mapping[BufferId, Payload]) -> None:
-        for buffer, payload in written.items():
-            self._payloads.keep(program.buffers[buffer], payload)
-
-    def find_non_finite(
-        self, feed: Mapping[str, Tensor], key: NoiseKey, microbatch: int
-    ) -> int | None:
-        """Run the forward again, block by block, after a run that ended on a bad loss.
-
-        All buffers of the step are given up; memory may exceed its budget by a block's parameters.
-
-        Returns:
-            The first block with an output that is not finite, or None if there is none.
-        """
-        self._payloads.clear()
-        values: dict[BufferId, Payload] = {
-            value_id(name, microbatch): (tensor,) for name, tensor in feed.items()
-        }
-        for block in range(self._runner.num_blocks):
-            task = self._runner.plan_forward(block, microbatch)
-            chunks = [buffer for buffer in task.reads if buffer in self._tiers]
-            borrowed = [buffer for buffer in chunks if self._tiers.borrow(buffer)]
-            with torch.no_grad():
-                values |= self._runner.forward(task, values, key)
-            for buffer in borrowed:
-                self._tiers.give_back(buffer)
-            if any(not values[output][0].isfinite().all() for output in task.writes):
-                return block
-        return None
-
-    def _update(self, task: Update, work: StepWork) -> None:
-        """Update a chunk on the states that lie in the task's tier, and only on those."""
-        tensors: dict[str, Tensor] = {}
-        for buffer in dict.fromkeys((*task.reads, *task.writes)):
-            self._require_present(buffer, task.where)
-            if buffer in self._tiers:
-                state, _ = self._tiers.place_of(buffer)
-                tensors[state] = self._tiers.tensor(buffer, task.where)
-        norm = self._payloads.get(NORM, task.where)[0] if NORM in task.reads else None
-        work.update(task.chunk, tensors, norm)
-
-    def _free(self, task: Free, program: Program) -> None:
-        self._require_present(task.buffer, task.tier)
-        if task.buffer in self._tiers:
-            self._tiers.remove(program.buffers[task.buffer], task.tier)
-        else:
-            self._payloads.free(task.buffer, task.tier)
+def _name(error: RunFailedError, what: str) -> None:
+    """Let an error say what failed: later steps may be under way when it is told."""
+    error.where = "\n".join(filter(None, (error.where, what)))
 
 
-def _naming(work: Callable[[], None], describe: Callable[[], str]) -> Callable[[], None]:
-    """Work whose errors say what failed: later steps may be under way when they are told."""
+def _naming(work: Callable[[], None], what: str) -> Callable[[], None]:
+    """Work whose errors say what failed."""
 
     def do() -> None:
         try:
             work()
         except RunFailedError as error:
-            error.where = "\n".join(filter(None, (error.where, describe())))
+            _name(error, what)
             raise
 
     return do

@@ -20,11 +20,16 @@ from packhorse.program.tasks import Lane
 Work = Callable[[], None]
 Done = Callable[[int, int], None]
 """Told when the work began and ended, in ns of `time.perf_counter_ns`."""
+Wanted = Callable[[int], bool]
+"""Asked about each task that completes, in that order, by whatever thread it completes on: whether
+who waits is to be woken now. Whoever waits does nothing else meanwhile."""
 
 STUCK_AFTER_S: Final = 600.0
 """No task of a sane plan takes as long; a drive or a peer that is silent for so long is gone."""
 
 _JOIN_S: Final = 30.0
+# Who waits for certain tasks hears of others this late: the executor asks then whether to go on.
+_LOOK_S: Final = 0.1
 
 
 class LanesStuckError(Exception):
@@ -53,18 +58,32 @@ class Lanes(Protocol):
     a task raised. After an error nothing more runs.
     """
 
-    def submit(self, index: int, lane: Lane, work: Work, done: Done, after: Sequence[int]) -> None:
+    def submit(
+        self,
+        index: int,
+        lane: Lane,
+        work: Work,
+        done: Done,
+        after: Sequence[int],
+        then: Work | None = None,
+    ) -> None:
         """Queue the work of task `index` behind the tasks `after` and its lane's earlier work.
 
-        Tasks of `after` that are not under way count as complete.
+        Tasks of `after` that are not under way count as complete. `then` is done at once behind the
+        work, the device's part included, and belongs to the task: others wait for it too.
 
-        `done` is called on the executor's thread, by `submit` or a wait, once the work, the
-        device's part included, is complete.
+        `done` is called on the executor's thread, by `submit` or a wait, once all of it is
+        complete, with the times of the work.
         """
         ...
 
-    def wait_any(self) -> bool:
-        """Block until one more task has completed; False when none is pending."""
+    def wait_any(self, wanted: Wanted | None = None) -> bool:
+        """Block until one more task has completed; False when none is pending.
+
+        Args:
+            wanted: tells which tasks are worth being woken for, by default all; what completes
+                before them is told with them, or a moment later.
+        """
         ...
 
     def wait_all(self) -> None:
@@ -82,9 +101,9 @@ class LanesAround:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
 
-    def wait_any(self) -> bool:
+    def wait_any(self, wanted: Wanted | None = None) -> bool:
         """Block until one more task has completed; see `Lanes`."""
-        return self._lanes.wait_any()
+        return self._lanes.wait_any(wanted)
 
     def wait_all(self) -> None:
         """Block until all submitted tasks have completed."""
@@ -98,15 +117,27 @@ class LanesAround:
 class InlineLanes:
     """Every lane on the caller's thread."""
 
-    def submit(self, index: int, lane: Lane, work: Work, done: Done, after: Sequence[int]) -> None:
+    def submit(
+        self,
+        index: int,
+        lane: Lane,
+        work: Work,
+        done: Done,
+        after: Sequence[int],
+        then: Work | None = None,
+    ) -> None:
         """Run the work now; what it must follow has run already."""
         del index, lane, after
         begin_ns = time.perf_counter_ns()
         work()
-        done(begin_ns, time.perf_counter_ns())
+        end_ns = time.perf_counter_ns()
+        if then is not None:
+            then()
+        done(begin_ns, end_ns)
 
-    def wait_any(self) -> bool:
+    def wait_any(self, wanted: Wanted | None = None) -> bool:
         """Nothing is ever pending."""
+        del wanted
         return False
 
     def wait_all(self) -> None:
@@ -116,19 +147,26 @@ class InlineLanes:
         """Nothing is ever pending."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Job:
+    """Work in a lane's queue; its lane notes the times. `after` had not ended at its issue."""
+
     index: int
     work: Work
     done: Done
     after: tuple[int, ...]
+    then: Work | None
+    begin_ns: int = 0
+    end_ns: int = 0
 
 
 class ThreadLanes:
     """A thread for each lane, made when the lane is first used.
 
     A lane takes its jobs in order and lets each wait for the tasks it must follow. All of those
-    were issued earlier, so lanes cannot wait for each other in a ring.
+    were issued earlier, so lanes cannot wait for each other in a ring. To wake a thread costs more
+    than a small task, so only one that has something to do now is woken: a lane that sleeps and
+    whose first job may run, and the executor for a task that it waits for.
 
     Args:
         prepare: called once on each new thread, for settings that belong to threads.
@@ -139,38 +177,53 @@ class ThreadLanes:
         self._prepare = prepare
         self._stuck_after_s = stuck_after_s
         # One lock guards all that follows. The executor waits on `_finished`, each lane on its own
-        # condition, which is told only when the lane's first job may run.
+        # condition.
         self._lock = threading.Lock()
         self._finished = threading.Condition(self._lock)
         self._wakers: dict[Lane, threading.Condition] = {}
         self._queues: dict[Lane, deque[_Job]] = {}
         self._threads: dict[Lane, threading.Thread] = {}
         self._running: dict[Lane, int] = {}
+        # Lanes that sleep and have not been woken yet.
+        self._asleep: set[Lane] = set()
         # Whose work has not ended, and how many of all that are not booked yet.
         self._unfinished: set[int] = set()
-        self._ended: deque[tuple[_Job, int, int]] = deque()
+        self._ended: deque[_Job] = deque()
         self._num_pending = 0
+        # What the executor sleeps for; None: it does not sleep.
+        self._wanted: Wanted | None = None
         self._error: BaseException | None = None
         self._closing = False
 
-    def submit(self, index: int, lane: Lane, work: Work, done: Done, after: Sequence[int]) -> None:
+    def submit(
+        self,
+        index: int,
+        lane: Lane,
+        work: Work,
+        done: Done,
+        after: Sequence[int],
+        then: Work | None = None,
+    ) -> None:
         """Queue the work on its lane's thread."""
         self._book()
         with self._lock:
             self._raise_error()
-            waits = tuple(task for task in after if task in self._unfinished)
+            waits = tuple([task for task in after if task in self._unfinished])
             self._unfinished.add(index)
             self._num_pending += 1
-            self._queue(lane).append(_Job(index=index, work=work, done=done, after=waits))
-            self._wake_ready()
+            job = _Job(index=index, work=work, done=done, after=waits, then=then)
+            queue = self._queue(lane)
+            queue.append(job)
+            if lane in self._asleep and self._is_ready(queue):
+                self._wake(lane)
 
-    def wait_any(self) -> bool:
+    def wait_any(self, wanted: Wanted | None = None) -> bool:
         """Block until one more task has completed; False when none is pending."""
-        with self._finished:
+        with self._lock:
             if not self._num_pending:
                 return False
             if not self._ended:
-                self._await_one()
+                self._await_one(wanted)
         self._book()
         return True
 
@@ -210,25 +263,30 @@ class ThreadLanes:
         return self._queues[lane]
 
     def _book(self) -> None:
-        # On the executor's thread and without the lock: what completed meanwhile.
-        while True:
-            with self._finished:
-                if not self._ended:
-                    self._raise_error()
-                    return
-                job, begin_ns, end_ns = self._ended.popleft()
-                self._num_pending -= 1
-            job.done(begin_ns, end_ns)
+        # On the executor's thread and without the lock: what completed meanwhile. It alone takes
+        # from the queue.
+        while self._ended:
+            job = self._ended.popleft()
+            self._num_pending -= 1
+            job.done(job.begin_ns, job.end_ns)
+        self._raise_error()
 
-    def _await_one(self) -> None:
+    def _await_one(self, wanted: Wanted | None) -> None:
+        left_s = self._stuck_after_s
         self._raise_error()
-        if not self._finished.wait_for(
-            lambda: self._ended or self._error is not None, timeout=self._stuck_after_s
-        ):
-            raise LanesStuckError(
-                f"nothing has moved for {self._stuck_after_s:.0f} s", self._running
-            )
-        self._raise_error()
+        self._wanted = wanted or _all_tasks
+        try:
+            while not self._ended:
+                if left_s <= 0:
+                    raise LanesStuckError(
+                        f"nothing has moved for {self._stuck_after_s:.0f} s", self._running
+                    )
+                look_s = min(_LOOK_S, left_s)
+                self._finished.wait(look_s)
+                self._raise_error()
+                left_s -= look_s
+        finally:
+            self._wanted = None
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -241,37 +299,54 @@ class ThreadLanes:
             if self._fail(error):
                 return
             raise
-        queue, waker = self._queues[lane], self._wakers[lane]
-        while True:
-            with self._lock:
-                waker.wait_for(lambda: self._is_ready(queue))
-                if self._closing or self._error is not None:
-                    return
-                job = queue.popleft()
-                self._running[lane] = job.index
-            begin_ns = time.perf_counter_ns()
+        job: _Job | None = None
+        while (job := self._next(lane, job)) is not None:
             try:
+                job.begin_ns = time.perf_counter_ns()
                 job.work()
+                job.end_ns = time.perf_counter_ns()
+                if job.then is not None:
+                    job.then()
             except BaseException as error:
                 if self._fail(error):
                     return
                 raise
-            with self._lock:
-                del self._running[lane]
-                self._unfinished.discard(job.index)
-                self._ended.append((job, begin_ns, time.perf_counter_ns()))
-                self._finished.notify()
-                self._wake_ready()
+
+    def _next(self, lane: Lane, ended: _Job | None) -> _Job | None:
+        """Tell of the job that has ended, and wait for a lane's next one; None at the end."""
+        with self._lock:
+            if ended is not None:
+                self._end(lane, ended)
+            queue = self._queues[lane]
+            while not self._is_ready(queue):
+                self._asleep.add(lane)
+                self._wakers[lane].wait()
+            self._asleep.discard(lane)
+            if self._closing or self._error is not None:
+                return None
+            job = queue.popleft()
+            self._running[lane] = job.index
+            return job
+
+    def _end(self, lane: Lane, job: _Job) -> None:
+        del self._running[lane]
+        self._unfinished.discard(job.index)
+        self._ended.append(job)
+        if self._wanted is not None and self._wanted(job.index):
+            self._wanted = None
+            self._finished.notify()
+        for other in tuple(self._asleep):
+            if self._is_ready(self._queues[other]):
+                self._wake(other)
+
+    def _wake(self, lane: Lane) -> None:
+        self._asleep.discard(lane)
+        self._wakers[lane].notify()
 
     def _is_ready(self, queue: deque[_Job]) -> bool:
         if self._closing or self._error is not None:
             return True
         return bool(queue) and self._unfinished.isdisjoint(queue[0].after)
-
-    def _wake_ready(self) -> None:
-        for lane, queue in self._queues.items():
-            if lane not in self._running and self._is_ready(queue):
-                self._wakers[lane].notify()
 
     def _fail(self, error: BaseException) -> bool:
         """Keep the first error for the executor's thread, which raises it; others are its notes.
@@ -291,3 +366,8 @@ class ThreadLanes:
                 waker.notify()
             self._finished.notify()
             return not self._closing
+
+
+def _all_tasks(index: int) -> bool:
+    del index
+    return True

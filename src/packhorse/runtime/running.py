@@ -1,7 +1,7 @@
-"""A program made ready to run, and one on its way.
+"""A program on its way.
 
-In: a program and its proof; then, task by task, when each ran and what the pools held. Out: what
-the run emitted, as soon as it exists, and a measured timeline once all of its tasks are complete.
+In: a prepared program; then, job by job, when its tasks ran and what the pools held. Out: what the
+run emitted, as soon as it exists, and a measured timeline once all of its tasks are complete.
 
 Programs run into each other: while the last tasks of one are still on their way, the next one is
 issued. A step is counted from the end of the one before it to its own, so the times of steps add
@@ -10,21 +10,18 @@ up; its curves show all that the pools hold while it runs, whoever put it there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from torch import Tensor
 
-from packhorse.program.audit import check_same_tasks
 from packhorse.program.buffers import BufferId, ChunkId, PoolId
-from packhorse.program.lanes import assign_lanes
-from packhorse.program.program import Program, Proof
-from packhorse.program.tasks import Copy, Emit, Lane
-from packhorse.runtime.dependencies import Dependencies, find_dependencies
+from packhorse.program.tasks import Emit
 from packhorse.runtime.noise import NoiseKey
-from packhorse.storage.extents import align_up
-from packhorse.timeline.names import kind_of, name_of
+from packhorse.runtime.prepared import Job, Prepared
+from packhorse.timeline.names import kind_of
 from packhorse.timeline.spec import Span, Timeline, curve_from
 
 ChunkWork = Callable[[BufferId], None]
@@ -81,42 +78,6 @@ NO_WORK: Final = StepWork(
 """Brings nothing; a run replaces what its program asks for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A program made ready to run many times.
-
-    `disk_read_bytes` and `disk_written_bytes` are what its copies move, in whole pages.
-    """
-
-    program: Program
-    proof: Proof
-    dependencies: Dependencies
-    lanes: tuple[Lane, ...]
-    names: tuple[str, ...]
-    disk_read_bytes: int
-    disk_written_bytes: int
-
-
-def prepare_program(program: Program, proof: Proof) -> Prepared:
-    """Find dependencies and names once.
-
-    Raises:
-        AuditError: the proof is of another program.
-    """
-    check_same_tasks(proof, program)
-    copies = [task for task in program.tasks if isinstance(task, Copy)]
-    sizes = {task.buffer: align_up(program.buffers[task.buffer].size_bytes) for task in copies}
-    return Prepared(
-        program=program,
-        proof=proof,
-        dependencies=find_dependencies(program.tasks),
-        lanes=assign_lanes(program.tasks),
-        names=tuple(name_of(task) for task in program.tasks),
-        disk_read_bytes=sum(sizes[task.buffer] for task in copies if task.source == "disk"),
-        disk_written_bytes=sum(sizes[task.buffer] for task in copies if task.target == "disk"),
-    )
-
-
 class Running:
     """A program on its way; only the executor's thread uses it.
 
@@ -128,19 +89,30 @@ class Running:
         self.work = work
         self.first = first
         self.emitted: dict[BufferId, Tensor] = {}
-        tasks = prepared.program.tasks
-        self._num_left = len(tasks)
-        self._num_values = sum(isinstance(task, Emit) for task in tasks)
-        self._spans: list[tuple[int, int, int]] = []
-        self._curves: dict[PoolId, list[tuple[int, int]]] = {
-            pool.id: [] for pool in prepared.program.pools
+        self._num_left = len(prepared.jobs)
+        # Numbers of the tasks that emit and are not complete.
+        self._values = {
+            first + index
+            for index, task in enumerate(prepared.program.tasks)
+            if isinstance(task, Emit)
+        }
+        # Bare numbers, one behind the other: index, start, end of each span; moment and bytes of
+        # each point of a curve.
+        self._spans = array("q")
+        self._curves: dict[PoolId, array[int]] = {
+            pool.id: array("q") for pool in prepared.program.pools
         }
         self._since_ns: int | None = None
 
     @property
-    def has_values(self) -> bool:
-        """Whether all that it emits is there."""
-        return not self._num_values
+    def last(self) -> int:
+        """Number of its last task."""
+        return self.first + len(self.prepared.program.tasks) - 1
+
+    @property
+    def missing_values(self) -> Collection[int]:
+        """Numbers of the tasks that have still to emit something."""
+        return self._values
 
     @property
     def is_complete(self) -> bool:
@@ -155,22 +127,25 @@ class Running:
     @property
     def peak_bytes(self) -> Mapping[PoolId, int]:
         """Largest use of each pool so far, since its first task was issued."""
-        return {
-            pool: max((used for _, used in points), default=0)
-            for pool, points in self._curves.items()
-        }
+        return {pool: max(points[1::2], default=0) for pool, points in self._curves.items()}
 
-    def book(self, index: int, start_ns: int, end_ns: int) -> None:
-        """Note when a task ran."""
+    def book(self, job: Job, start_ns: int, end_ns: int, free_ends_ns: Sequence[int]) -> None:
+        """Note when the tasks of a job ran; its frees end at `free_ends_ns`."""
         self._num_left -= 1
-        self._num_values -= isinstance(self.prepared.program.tasks[index], Emit)
-        self._spans.append((index, start_ns, end_ns))
+        self._values.discard(self.first + job.index)
+        self._spans.extend((job.index, start_ns, end_ns))
+        for index, free_end_ns in enumerate(free_ends_ns, job.index + 1):
+            self._spans.extend((index, end_ns, free_end_ns))
+            end_ns = free_end_ns
 
     def note(self, at_ns: int, used_bytes: Mapping[PoolId, int]) -> None:
-        """Note what the pools hold."""
+        """Note what the pools hold; what is told late counts as of the last note."""
         for pool, points in self._curves.items():
-            if not points or points[-1][1] != used_bytes[pool]:
-                points.append((at_ns, used_bytes[pool]))
+            used = used_bytes[pool]
+            if not points:
+                points.extend((at_ns, used))
+            elif points[-1] != used:
+                points.extend((max(at_ns, points[-2]), used))
 
     def end(self, since_ns: int) -> int:
         """End a program that is complete, after all before it; gives the moment of the last end.
@@ -182,12 +157,12 @@ class Running:
         """
         self.work = NO_WORK
         self._since_ns = since_ns
-        return max((end_ns for _, _, end_ns in self._spans), default=since_ns)
+        return max(self._spans[2::3], default=since_ns)
 
     def timeline(self, rank: int = 0) -> Timeline:
         """What it did when; it is over."""
         assert self._since_ns is not None
-        zero_ns = min((start_ns for _, start_ns, _ in self._spans), default=0)
+        zero_ns = min(self._spans[1::3], default=0)
         names, lanes = self.prepared.names, self.prepared.lanes
         return Timeline(
             source="measured",
@@ -201,8 +176,13 @@ class Running:
                     start_ns=start_ns - zero_ns,
                     end_ns=end_ns - zero_ns,
                 )
-                for index, start_ns, end_ns in sorted(self._spans)
+                for index, start_ns, end_ns in sorted(
+                    zip(self._spans[::3], self._spans[1::3], self._spans[2::3], strict=True)
+                )
             ),
-            memory={pool: curve_from(points, zero_ns) for pool, points in self._curves.items()},
+            memory={
+                pool: curve_from(list(zip(points[::2], points[1::2], strict=True)), zero_ns)
+                for pool, points in self._curves.items()
+            },
             since_ns=max(self._since_ns - zero_ns, 0),
         )

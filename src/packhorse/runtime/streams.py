@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -69,21 +70,30 @@ class StreamLanes(LanesAround):
         self._make_stream = make_stream
         self._streams: dict[Lane, Stream] = {}
 
-    def submit(self, index: int, lane: Lane, work: Work, done: Done, after: Sequence[int]) -> None:
+    def submit(
+        self,
+        index: int,
+        lane: Lane,
+        work: Work,
+        done: Done,
+        after: Sequence[int],
+        then: Work | None = None,
+    ) -> None:
         """Queue the work of a task, and the wait for the device behind it; see `Lanes`."""
         if lane not in self._streams:
             self._streams[lane] = self._make_stream()
         stream = self._streams[lane]
 
-        def work_and_wait() -> None:
+        def wait_behind(part: Work) -> None:
             try:
                 with stream.use():
                     try:
-                        work()
+                        part()
                     finally:
                         # Also after an error: memory is given back when a lane has ended.
                         stream.finish()
             except RuntimeError as error:  # also torch's errors of devices and their memory
                 raise DeviceFailedError(index, lane, error) from error
 
-        self._lanes.submit(index, lane, work_and_wait, done, after)
+        follow = None if then is None else partial(wait_behind, then)
+        self._lanes.submit(index, lane, partial(wait_behind, work), done, after, follow)

@@ -102,6 +102,8 @@ class ChunkTiers:
 
     def shed(self, pool: PoolId, used_bytes: int) -> None:
         """Drop spare pages of a pool until it keeps to its limit."""
+        if not self._spare.is_above(pool, used_bytes):
+            return
         tier = self._tier_of[pool]
 
         def shrink(buffer: BufferId, keep_bytes: int) -> int:

@@ -27,7 +27,11 @@ class Ledger:
 
     def fits(self, pool: PoolId, size_bytes: int) -> bool:
         """Whether a reservation would fit now."""
-        return self._used[pool] + size_bytes <= self._capacity[pool]
+        return self.shortfall(pool, size_bytes) <= 0
+
+    def shortfall(self, pool: PoolId, size_bytes: int) -> int:
+        """How many bytes must be released before a reservation fits; it fits at 0 or less."""
+        return self._used[pool] + size_bytes - self._capacity[pool]
 
     def reserve(self, pool: PoolId, size_bytes: int) -> None:
         """Take bytes.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Literal
 
-from packhorse.machine.process_memory import resident_bytes
+from packhorse.machine.process_memory import ResidentMeter
 from packhorse.program.buffers import BufferId, Pool, PoolId
 from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import Task, workspace_of, writes_of
@@ -57,6 +57,7 @@ class ProcessHeap:
         unfilled_bytes: Callable[[PoolId], int] = lambda _: 0,
     ) -> None:
         self._mode: Literal["keep", "map"] = mode
+        self._meter = ResidentMeter()
         pools, programs = tuple(pools), tuple(programs)
         # A pool that bodies share with chunks is filled by the one or the other.
         shared = {program.workspace_pool for program in programs}
@@ -69,7 +70,7 @@ class ProcessHeap:
         trim_heap()
         self._limit_bytes: int | None = None
         if granted_bytes:
-            limit_bytes = limit_bytes or resident_bytes() + granted_bytes
+            limit_bytes = limit_bytes or self._meter.read() + granted_bytes
             self._limit_bytes = limit_bytes - _RESERVE_BYTES
         # Free blocks that have no pages now: those too small to seal.
         self._gone_bytes = free_heap_bytes()
@@ -114,7 +115,7 @@ class ProcessHeap:
 
     def _held_bytes(self) -> int:
         """What the process holds, with chunks as they may become."""
-        return resident_bytes() + sum(map(self._unfilled_bytes, self._chunk_pools))
+        return self._meter.read() + sum(map(self._unfilled_bytes, self._chunk_pools))
 
     def _body_bytes(self, task: Task) -> int:
         made_bytes = sum([self._sizes.get(buffer, 0) for buffer, _ in writes_of(task)])
@@ -128,6 +129,7 @@ class ProcessHeap:
         self._sizes = {}
 
     def close(self) -> None:
-        """Open the holes."""
+        """Open the holes. Closing twice is harmless."""
+        self._meter.close()
         open_holes(self._sealed)
         self._sealed = ()

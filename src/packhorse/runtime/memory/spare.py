@@ -53,6 +53,10 @@ class SparePages:
         self._total[pool] -= spare_bytes
         self._fresh[pool][buffer] = size_bytes - spare_bytes
 
+    def is_above(self, pool: PoolId, used_bytes: int) -> bool:
+        """Whether a pool with so much in use, and its spare pages, is above its limit."""
+        return used_bytes + self._total[pool] > self._limits[pool]
+
     def shed(self, pool: PoolId, used_bytes: int, drop: Callable[[BufferId, int], int]) -> None:
         """Drop pages so that the pool keeps to its limit.
 
