@@ -72,6 +72,20 @@ def choose_machine(
     return with_budget(machine, parse_memory(choice.memory, machine))
 
 
+def is_this_computer(choice: MachineChoice) -> bool:
+    """Whether a command plans for the computer that it runs on, and for its real device.
+
+    Raises:
+        InputError, FileFormatError: as `load_machine`.
+    """
+    if choice.name is None:
+        return True
+    from packhorse.machine.probe import is_here
+
+    # As it was measured: pinned threads and budgets make no other computer of it.
+    return is_here(load_machine(choice.name))
+
+
 def _check_device(machine: Machine) -> None:
     """Refuse to run for a device that this process does not have."""
     import torch

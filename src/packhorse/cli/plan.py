@@ -35,7 +35,12 @@ def make_plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits; write plan.json."""
-    from packhorse.cli.machines import MachineChoice, advise_as_typed, choose_machine
+    from packhorse.cli.machines import (
+        MachineChoice,
+        advise_as_typed,
+        choose_machine,
+        is_this_computer,
+    )
     from packhorse.cli.outputs import check_output
     from packhorse.cli.planning import advise, load_libraries, plan_recipe, write_planned
     from packhorse.cli.screen import Screen
@@ -47,8 +52,9 @@ def make_plan(
     loaded = load_recipe(recipe, settings or ())
     for warning in loaded.warnings:
         screen.warn(warning)
-    baseline_bytes = load_libraries(screen) if machine is None else None
     choice = MachineChoice(name=machine, budget=budget, memory=memory)
+    # Before anything is measured or traced: what that leaves in memory counts.
+    baseline_bytes = load_libraries(screen) if is_this_computer(choice) else None
     chosen = choose_machine(
         choice,
         screen,
