@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +16,9 @@ from cli_cases import run_shell, write_tiny_recipe
 from packhorse.cli.init import suggest_length
 from packhorse.cli.samples import Sample
 from packhorse.cli.training_screen import TrainingScreen
+from packhorse.machine.files import parse_machine, write_machine
+from packhorse.machine.probe import _look
+from packhorse.trainer.candidates import LATER_BYTES
 from packhorse.trainer.observer import SilentObserver
 from packhorse.trainer.saving import RunSaver
 from packhorse.units import GIB
@@ -117,6 +121,27 @@ def test_plan_writes_five_files_that_agree(shell, planned):
     assert explained == {key: value for key, value in document.items() if key != "files"}
     assert explained["clipping"].startswith("Clipping takes")
     assert shell("check", folder / "run.json").code == 0
+
+
+def test_a_plan_for_this_computer_counts_what_the_process_itself_holds(shell, recipe, tmp_path):
+    path = tmp_path / "machine.json"
+    arguments = ("plan", recipe, "--json", "--machine", path, "--out", tmp_path / "plan.json")
+    said = "is not this computer as it was measured, so the plan counts no base"
+    elsewhere = shell(*arguments)
+    assert said in " ".join(elsewhere.err.split())
+    assert json.loads((tmp_path / "plan.json").read_text())["base_bytes"] == 0
+    machine = parse_machine(path.read_text())
+    facts = {"threads": machine.num_threads, "device": "cpu"}
+    found = _look(folders=[tier.path for tier in machine.tiers if tier.path], **facts)
+    write_machine(replace(machine, source="probe", fingerprint=found.fingerprint), path)
+    here = shell(*arguments)
+    assert said not in " ".join(here.err.split())
+    base_bytes = json.loads((tmp_path / "plan.json").read_text())["base_bytes"]
+    assert base_bytes >= LATER_BYTES
+    # A budget that `train` would refuse for its base is not called a fit.
+    done = shell(*arguments, "--memory", base_bytes)
+    assert done.code == 3
+    assert done.document["error"]["error"] == "DoesNotFitError"
 
 
 def test_a_plan_that_does_not_fit_names_a_budget_and_writes_nothing(shell, recipe, tmp_path):

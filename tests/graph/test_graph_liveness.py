@@ -12,7 +12,15 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from packhorse.graph.halving import halve_backwards
-from packhorse.graph.liveness import bytes_of, peak_bytes, storages_of
+from packhorse.graph.liveness import (
+    LARGE_BLOCK_BYTES,
+    HeapUse,
+    bytes_of,
+    find_heap_use,
+    peak_bytes,
+    storages_of,
+)
+from packhorse.units import MIB
 
 
 class LiveBytes(TorchDispatchMode):
@@ -143,6 +151,22 @@ def test_peak_by_hand() -> None:
     assert peak_bytes(graph, at_least_bytes=400) == 800
     assert peak_bytes(graph, at_least_bytes=401) == 0
     assert bytes_of([node for node in graph.nodes if node.op == "call_function"]) == 804
+
+
+def test_large_and_small_blocks_are_at_their_fullest_at_different_moments() -> None:
+    """The small ones are gone when the large one comes."""
+    x = torch.ones(MIB // 4)
+
+    def steps(x: Tensor) -> Tensor:
+        y = (x + 1) * (x + 2)
+        z = y.sum() + torch.ones(LARGE_BLOCK_BYTES // 4)
+        return z.sum()
+
+    use = find_heap_use(trace(steps, x))
+    assert use.large_bytes == 2 * LARGE_BLOCK_BYTES
+    assert use.small_bytes == 3 * MIB
+    assert find_heap_use() == HeapUse(large_bytes=0, small_bytes=0)
+    assert find_heap_use(trace(steps, x), trace(torch.sum, x)) == use
 
 
 def test_views_hold_their_bytes_once_and_arguments_are_free() -> None:

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from packhorse.machine.contention import CoreClocks
 from packhorse.machine.drives import usable_bytes
 from packhorse.machine.files import format_machine, parse_machine
 from packhorse.machine.limits import find_core_limit
-from packhorse.machine.probe import probe_machine
+from packhorse.machine.probe import is_here, probe_machine
 from packhorse.machine.probe_cache import (
     age_ns,
     default_cache_folder,
@@ -30,7 +31,7 @@ from packhorse.machine.probe_disk import measure_disk, remove_dead_probes
 from packhorse.machine.probe_heap import measure_heap
 from packhorse.machine.probe_saving import measure_saving
 from packhorse.machine.probe_sustained import WriteLimits
-from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint
+from packhorse.machine.spec import Emulation, Heap, Link, Machine, MatmulPoint
 from packhorse.units import GIB, MIB
 
 
@@ -158,6 +159,23 @@ def test_other_threads_are_another_machine(measure: Callable[..., Machine]) -> N
     if find_core_limit().num_cores < 2:
         pytest.skip("one core only")
     assert measure(threads=1).fingerprint != measure(threads=2).fingerprint
+
+
+def test_a_measured_machine_is_this_computer_and_no_other_is(
+    tmp_path: Path, measure: Callable[..., Machine]
+) -> None:
+    machine = measure()
+    assert is_here(parse_machine(format_machine(machine)))
+    # Budgets and where they came from make no other computer of it; what was measured does.
+    assert is_here(measure({"device": "64MiB", "disk": {"path": str(tmp_path), "size": "64MiB"}}))
+    others = (
+        replace(machine, source="hand"),
+        replace(machine, fingerprint="0123456789abcdef"),
+        replace(machine, num_threads=10_000),
+        replace(machine, device="tpu"),
+        replace(machine, emulation=Emulation(of="another", slowdown=2.0)),
+    )
+    assert [is_here(other) for other in others] == [False] * len(others)
 
 
 def test_bad_requests_measure_nothing(tmp_path: Path, measure: Callable[..., Machine]) -> None:

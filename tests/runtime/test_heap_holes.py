@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from packhorse.graph.liveness import HeapUse
 from packhorse.program.buffers import Buffer, BufferId, Layout, Pool, PoolId, saved_id
 from packhorse.program.program import Program
-from packhorse.program.tasks import Forward
+from packhorse.program.tasks import Copy, Forward, Task
 from packhorse.runtime.memory.heap import (
     open_holes,
     seal_holes,
     set_heap_mode,
     settle_heap,
+    size_blocks,
     trim_heap,
+    unused_page_bytes,
 )
 from packhorse.runtime.memory.process_heap import ProcessHeap
 from packhorse.units import KIB, MIB
@@ -94,6 +97,11 @@ def test_large_blocks_of_a_kept_heap_leave_no_holes_for_small_ones(libc: ctypes.
         libc.free(block)
 
 
+def make_room(heap: ProcessHeap, task: Task, *, large_bytes: int = 0, small_bytes: int = 0) -> None:
+    with heap.room(task, HeapUse(large_bytes=large_bytes, small_bytes=small_bytes)):
+        pass
+
+
 def make_forward(workspace_bytes: int, writes: tuple[BufferId, ...] = ()) -> Forward:
     return Forward(block=0, microbatch=0, reads=(), writes=writes, workspace_bytes=workspace_bytes)
 
@@ -108,12 +116,67 @@ def test_free_pages_go_before_the_process_outgrows_what_is_granted(libc: ctypes.
     fence = libc.malloc(1024)  # the heap's end stays where it is
     for block in blocks:
         libc.free(block)
-    heap.make_room(make_forward(24 * MIB))  # served from what is free
+    make_room(heap, make_forward(24 * MIB))  # served from what is free
     assert resident_bytes() - before > 40 * MIB
-    heap.make_room(make_forward(64 * MIB))  # some of it comes on top
+    make_room(heap, make_forward(64 * MIB))  # some of it comes on top
     assert resident_bytes() - before < 8 * MIB
     libc.free(fence)
     heap.close()
+
+
+def test_pages_that_went_back_serve_no_body(libc: ctypes.CDLL) -> None:
+    granted = Pool(id=PoolId("heap"), tier="device", capacity_bytes=72 * MIB)
+    heap = ProcessHeap("keep", [granted])
+    before = resident_bytes()
+
+    def fill(size_bytes: int) -> int:
+        block = libc.malloc(size_bytes)
+        ctypes.memset(block, 1, size_bytes)
+        return block
+
+    blocks: list[int] = []
+    fences: list[int] = []
+    for size_bytes in (*[2 * MIB] * 10, *[4 * MIB] * 12):
+        blocks.append(fill(size_bytes))
+        fences.append(libc.malloc(128 * KIB))
+    for block in blocks:
+        libc.free(block)
+    make_room(heap, make_forward(40 * MIB))
+    assert resident_bytes() - before < 8 * MIB  # nothing that is free has pages
+    for block in [fill(2 * MIB) for _ in range(10)]:  # but for 20 MiB, in pieces
+        libc.free(block)
+    beside = mmap.mmap(-1, 20 * MIB)
+    for offset in range(0, 20 * MIB, mmap.PAGESIZE):
+        beside[offset] = 1
+    make_room(heap, make_forward(32 * MIB))
+    body = [fill(4 * MIB) for _ in range(8)]
+    assert resident_bytes() - before <= granted.capacity_bytes
+    for block in (*body, *fences):
+        libc.free(block)
+    beside.close()
+    heap.close()
+
+
+def test_unused_pages_are_those_of_free_blocks_that_have_any(libc: ctypes.CDLL) -> None:
+    set_heap_mode("keep")
+    trim_heap()
+    before = unused_page_bytes()
+    blocks = [libc.malloc(8 * MIB) for _ in range(8)]
+    fence = libc.malloc(128 * KIB)
+    for block in blocks:
+        ctypes.memset(block, 1, 8 * MIB)
+    assert abs(unused_page_bytes() - before) < MIB
+    for block in blocks[::2]:
+        libc.free(block)
+    assert abs(unused_page_bytes() - before - 32 * MIB) < MIB
+    trim_heap()
+    assert abs(unused_page_bytes() - before) < MIB
+    sealed = seal_holes("keep")
+    assert size_blocks(sealed) >= 31 * MIB
+    assert abs(unused_page_bytes(size_blocks(sealed)) - before) < MIB
+    open_holes(sealed)
+    for block in (*blocks[1::2], fence):
+        libc.free(block)
 
 
 def test_a_heap_that_outgrows_what_is_granted_is_mapped_from_then_on(libc: ctypes.CDLL) -> None:
@@ -130,12 +193,12 @@ def test_a_heap_that_outgrows_what_is_granted_is_mapped_from_then_on(libc: ctype
         libc.free(fence)
 
     use_blocks()
-    heap.make_room(make_forward(4 * MIB))
+    make_room(heap, make_forward(4 * MIB))
     assert resident_bytes() - before > 40 * MIB  # what is granted, and kept
     beside = mmap.mmap(-1, 66 * MIB)
     for offset in range(0, 66 * MIB, mmap.PAGESIZE):
         beside[offset] = 1
-    heap.make_room(make_forward(4 * MIB))  # too much, even with all that is free given back
+    make_room(heap, make_forward(4 * MIB))  # too much, even with all that is free given back
     assert resident_bytes() - before < 70 * MIB
     use_blocks()
     assert resident_bytes() - before < 70 * MIB  # nothing is kept any more
@@ -143,9 +206,15 @@ def test_a_heap_that_outgrows_what_is_granted_is_mapped_from_then_on(libc: ctype
     heap.close()
 
 
-def test_what_a_body_leaves_counts_as_much_as_its_workspace(libc: ctypes.CDLL) -> None:
+def make_saved_program(size_bytes: int) -> tuple[Program, BufferId]:
+    """A program with one buffer in its pool of workspaces, which may lie on the disk as well."""
     pool = Pool(id=PoolId("heap"), tier="device", capacity_bytes=MIB)
-    saved = Buffer(id=saved_id(0, 0), size_bytes=20 * MIB, pools={"device": pool.id}, home=None)
+    saved = Buffer(
+        id=saved_id(0, 0),
+        size_bytes=size_bytes,
+        pools={"device": pool.id, "disk": PoolId("disk")},
+        home=None,
+    )
     program = Program(
         kind="train_step",
         model="",
@@ -157,17 +226,65 @@ def test_what_a_body_leaves_counts_as_much_as_its_workspace(libc: ctypes.CDLL) -
         layout=Layout(chunks=(), slots={}, dtypes={}),
         tasks=(),
     )
-    trim_heap()
-    heap = ProcessHeap("keep", [pool], [program], resident_bytes() + 48 * MIB)
-    before = resident_bytes()
+    return program, saved.id
+
+
+def keep_free_pages(libc: ctypes.CDLL) -> int:
+    """Leave 16 MiB of pages free in the heap; the block behind them is to be freed."""
     blocks = [libc.malloc(4 * MIB) for _ in range(4)]
-    fence = libc.malloc(128 * KIB)
+    fence: int = libc.malloc(128 * KIB)
     for block in blocks:
         ctypes.memset(block, 1, 4 * MIB)
         libc.free(block)
-    heap.make_room(make_forward(24 * MIB))
+    return fence
+
+
+def test_what_a_body_leaves_counts_as_much_as_its_workspace(libc: ctypes.CDLL) -> None:
+    program, saved = make_saved_program(20 * MIB)
+    trim_heap()
+    heap = ProcessHeap("keep", program.pools, [program], resident_bytes() + 48 * MIB)
+    before = resident_bytes()
+    fence = keep_free_pages(libc)
+    make_room(heap, make_forward(24 * MIB))
     assert resident_bytes() - before > 12 * MIB
-    heap.make_room(make_forward(24 * MIB, (saved.id,)))
+    make_room(heap, make_forward(24 * MIB, (saved,)))
     assert resident_bytes() - before < 4 * MIB
     libc.free(fence)
+    heap.close()
+
+
+def test_pages_of_small_blocks_stay_beside_large_ones(libc: ctypes.CDLL) -> None:
+    trim_heap()
+    pool = Pool(id=PoolId("heap"), tier="device", capacity_bytes=MIB)
+    heap = ProcessHeap("keep", [pool], limit_bytes=resident_bytes() + 60 * MIB)
+    before = resident_bytes()
+    fence = keep_free_pages(libc)
+    # At its fullest the body holds 30 MiB, most of it in large blocks; 20 MiB of small ones were
+    # there before.
+    make_room(heap, make_forward(30 * MIB), large_bytes=24 * MIB, small_bytes=6 * MIB)
+    assert resident_bytes() - before > 12 * MIB
+    make_room(heap, make_forward(30 * MIB), large_bytes=24 * MIB, small_bytes=20 * MIB)
+    assert resident_bytes() - before < 4 * MIB
+    libc.free(fence)
+    heap.close()
+
+
+def test_what_one_lane_is_still_to_take_counts_for_the_others(libc: ctypes.CDLL) -> None:
+    program, saved = make_saved_program(24 * MIB)
+    fetch = Copy(buffer=saved, source="disk", target="device")
+    trim_heap()
+    heap = ProcessHeap("keep", program.pools, [program], resident_bytes() + 48 * MIB)
+    before = resident_bytes()
+    fence = keep_free_pages(libc)
+    with heap.room(fetch):
+        assert resident_bytes() - before > 12 * MIB
+    with heap.room(make_forward(12 * MIB), HeapUse(large_bytes=0, small_bytes=12 * MIB)):
+        assert resident_bytes() - before > 12 * MIB
+        with heap.room(fetch):
+            assert resident_bytes() - before < 4 * MIB
+        fence_2 = keep_free_pages(libc)  # the body has taken it all by now
+        with heap.room(Copy(buffer=BufferId("value/x@0"), source="disk", target="device")):
+            assert resident_bytes() - before > 12 * MIB
+    for block in (fence, fence_2):
+        libc.free(block)
     heap.close()

@@ -106,6 +106,21 @@ def find_cluster(
     return replace(cluster, ranks=tuple(map(grant, cluster.ranks)))
 
 
+def is_this_computer(choice: MachineChoice) -> bool:
+    """Whether a command plans for the computer that it runs on, and for its real device.
+
+    Raises:
+        InputError, FileFormatError: as `load_machine`.
+    """
+    if choice.name is None:
+        return True
+    from packhorse.machine.catalogue import load_machine
+    from packhorse.machine.probe import is_here
+
+    # As it was measured: pinned threads and budgets make no other computer of it.
+    return is_here(load_machine(choice.name))
+
+
 def _check_device(machine: Machine) -> None:
     """Refuse to run for a device that this process does not have."""
     import torch

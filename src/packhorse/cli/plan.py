@@ -35,7 +35,13 @@ def make_plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits; write plan.json."""
-    from packhorse.cli.machines import MachineChoice, advise_as_typed, choose_machine, find_cluster
+    from packhorse.cli.machines import (
+        MachineChoice,
+        advise_as_typed,
+        choose_machine,
+        find_cluster,
+        is_this_computer,
+    )
     from packhorse.cli.outputs import check_output
     from packhorse.cli.planning import advise, load_libraries, plan_recipe, write_planned
     from packhorse.cli.rank_planning import plan_rank_recipe
@@ -49,10 +55,12 @@ def make_plan(
     loaded = load_recipe(recipe, settings or ())
     for warning in loaded.warnings:
         screen.warn(warning)
-    baseline_bytes = load_libraries(screen) if machine is None else None
     choice = MachineChoice(name=machine, budget=budget, memory=memory)
     granted, threads = loaded.recipe.granted, loaded.recipe.pins.num_threads
     cluster = find_cluster(choice, granted=granted, threads=threads)
+    # Before anything is measured or traced: what that leaves in memory counts.
+    here = cluster is None and is_this_computer(choice)
+    baseline_bytes = load_libraries(screen) if here else None
     with advise_as_typed(choice):
         if cluster is not None:
             planned = plan_rank_recipe(loaded.recipe, cluster, screen, measure=False)

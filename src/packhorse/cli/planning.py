@@ -86,8 +86,9 @@ def plan_recipe(
     """Trace a recipe's model and find the fastest plan that fits.
 
     Args:
-        baseline_bytes: `load_libraries()` of before the machine was chosen, when it was measured
-            in this process: what measuring left in memory counts as well.
+        baseline_bytes: `load_libraries()` of before the machine was chosen, where it is this
+            computer: what measuring left in memory counts as well. None: no base is counted, and
+            the notes say so.
         measure: time the model's blocks here; False estimates them from the machine's rates, as
             for a machine that is somewhere else.
 
@@ -156,7 +157,12 @@ def plan_recipe(
             chosen.profile,
             planning_ns=round((time.monotonic() - started_s) * 1e9) if measure else 0,
         ),
-        notes=(*candidates.notes, *_say_emulation(machine), *_say_schedule(prepared)),
+        notes=(
+            *candidates.notes,
+            *_say_base(machine, baseline_bytes),
+            *_say_emulation(machine),
+            *_say_schedule(prepared),
+        ),
     )
 
 
@@ -236,6 +242,18 @@ def _say_schedule(prepared: PreparedRun) -> tuple[str, ...]:
     from packhorse.optim.schedules import say_warmup
 
     return say_warmup(prepared.recipe.warmup_steps, prepared.data.num_steps)
+
+
+def _say_base(machine: Machine, baseline_bytes: int | None) -> tuple[str, ...]:
+    # What an emulated machine's device holds is not the process's, so there it is all counted.
+    if baseline_bytes is not None or machine.emulation is not None:
+        return ()
+    said = (
+        f"{machine.name} is not this computer as it was measured, so the plan counts no base: what"
+        " code, libraries and traced graphs take of the device tier comes on top, and `packhorse"
+        " train` there needs that much more budget"
+    )
+    return (said,)
 
 
 def _say_emulation(machine: Machine) -> tuple[str, ...]:

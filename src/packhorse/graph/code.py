@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from packhorse.graph.interpret import Noise
+from packhorse.graph.liveness import HeapUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +109,8 @@ class BackwardCode:
 class BodyCosts:
     """Bytes and FLOPs of a body, as `model.spec.Body` means them.
 
-    `forward_large_bytes` and `backward_large_bytes` are what a run holds at most in blocks of
-    `LARGE_BLOCK_BYTES` and more: workspace, and what it leaves.
+    `forward_heap` and `backward_heap` are what a run takes of the heap: workspace, and what it
+    leaves.
     """
 
     forward_flops: int
@@ -120,8 +121,8 @@ class BodyCosts:
     forward_workspace_bytes: int
     discard_workspace_bytes: int
     backward_workspace_bytes: int
-    forward_large_bytes: int
-    backward_large_bytes: int
+    forward_heap: HeapUse
+    backward_heap: HeapUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +130,8 @@ class HalvesCode:
     """A backward cut in two, as `model.spec.Halves` means it.
 
     `kept_bytes` is the stash and whatever else of the block has to stay until the weight half: the
-    values and gradients that it reads by name. `input_large_bytes` and `weight_large_bytes` are
-    meant as in `BodyCosts`.
+    values and gradients that it reads by name. `input_heap` and `weight_heap` are meant as in
+    `BodyCosts`.
     """
 
     input: BackwardCode | None
@@ -139,8 +140,8 @@ class HalvesCode:
     kept_bytes: int
     input_workspace_bytes: int
     weight_workspace_bytes: int
-    input_large_bytes: int
-    weight_large_bytes: int
+    input_heap: HeapUse
+    weight_heap: HeapUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

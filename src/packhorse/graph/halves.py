@@ -40,9 +40,9 @@ from packhorse.graph.code import (
 )
 from packhorse.graph.extract import extract_graph, needed_for
 from packhorse.graph.flops import count_node_flops
-from packhorse.graph.liveness import LARGE_BLOCK_BYTES, bytes_of, peak_bytes, storages_of
+from packhorse.graph.liveness import bytes_of, find_heap_use, peak_bytes, storages_of
 from packhorse.graph.nodes import is_operation, tensor_of, writes_in_place
-from packhorse.graph.partition import created_bytes, workspace_of_variants
+from packhorse.graph.partition import created_bytes, heap_use_of_variants, workspace_of_variants
 from packhorse.graph.sinks import store_gradients
 
 _aten = torch.ops.aten
@@ -75,13 +75,13 @@ def cut_backward(code: BodyCode) -> HalvesCode | None:
         kept_bytes=stash_bytes + bytes_of(waiting),
         input_workspace_bytes=max(0, peak_bytes(graph) - created - stash_bytes),
         weight_workspace_bytes=workspace_of_variants(second),
-        input_large_bytes=peak_bytes(graph, at_least_bytes=LARGE_BLOCK_BYTES),
-        weight_large_bytes=peak_bytes(second.bare.graph.graph, at_least_bytes=LARGE_BLOCK_BYTES),
+        input_heap=find_heap_use(graph),
+        weight_heap=heap_use_of_variants(second),
     )
 
 
 def _leave_whole(code: BodyCode, backward: BackwardCode, *, trains: bool) -> HalvesCode:
-    work, large = code.costs.backward_workspace_bytes, code.costs.backward_large_bytes
+    work, heap = code.costs.backward_workspace_bytes, code.costs.backward_heap
     return HalvesCode(
         input=None if trains else backward,
         weight=backward if trains else None,
@@ -89,8 +89,8 @@ def _leave_whole(code: BodyCode, backward: BackwardCode, *, trains: bool) -> Hal
         kept_bytes=code.costs.saved_bytes,
         input_workspace_bytes=0 if trains else work,
         weight_workspace_bytes=work if trains else 0,
-        input_large_bytes=0 if trains else large,
-        weight_large_bytes=large if trains else 0,
+        input_heap=find_heap_use() if trains else heap,
+        weight_heap=heap if trains else find_heap_use(),
     )
 
 

@@ -8,6 +8,7 @@ value right after its last use, as fx's generated code does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from torch import Tensor, fx
@@ -17,6 +18,18 @@ from packhorse.units import MIB
 
 # The C heap maps blocks from here on, whatever its mode: see `runtime.memory.heap`.
 LARGE_BLOCK_BYTES: Final = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeapUse:
+    """What runs hold at most beyond their arguments, each at a moment of its own.
+
+    `large_bytes` are in blocks of `LARGE_BLOCK_BYTES` and more, which the C heap gives back when
+    they are freed; `small_bytes` in smaller ones, whose pages it may keep.
+    """
+
+    large_bytes: int
+    small_bytes: int
 
 
 def storages_of(value: object) -> Iterator[tuple[int, int]]:
@@ -41,6 +54,7 @@ def peak_bytes(
     *,
     owned: frozenset[int] | set[int] = frozenset(),
     at_least_bytes: int = 0,
+    below_bytes: int | None = None,
 ) -> int:
     """Largest number of bytes that a run of the graph holds beyond its arguments.
 
@@ -48,6 +62,7 @@ def peak_bytes(
         graph: placeholders are the arguments; the output node keeps what it returns.
         owned: storages of placeholders that count as the graph's own, live from the start.
         at_least_bytes: smaller storages do not count.
+        below_bytes: nor do storages of this size and more.
     """
     nodes = list(graph.nodes)
     last: dict[int, int] = {}
@@ -63,7 +78,7 @@ def peak_bytes(
     total = peak = 0
     for index, node in enumerate(nodes):
         for key, size in storages_of(node.meta.get("val")):
-            if size < at_least_bytes:
+            if size < at_least_bytes or (below_bytes is not None and size >= below_bytes):
                 continue
             if key not in arguments and key not in live and node.op != "output":
                 live[key] = size
@@ -74,6 +89,13 @@ def peak_bytes(
             if last[key] == index and key in live and node.op != "output":
                 total -= live.pop(key)
     return peak
+
+
+def find_heap_use(*graphs: fx.Graph, owned: frozenset[int] | set[int] = frozenset()) -> HeapUse:
+    """Find what a run of any of the graphs holds at most; `owned` as for `peak_bytes`."""
+    large = (peak_bytes(g, owned=owned, at_least_bytes=LARGE_BLOCK_BYTES) for g in graphs)
+    small = (peak_bytes(g, owned=owned, below_bytes=LARGE_BLOCK_BYTES) for g in graphs)
+    return HeapUse(large_bytes=max(large, default=0), small_bytes=max(small, default=0))
 
 
 def moved_bytes(graph: fx.Graph) -> int:

@@ -26,8 +26,9 @@ from packhorse.graph.extract import extract_graph, needed_for
 from packhorse.graph.flops import count_flops
 from packhorse.graph.interpret import Noise
 from packhorse.graph.liveness import (
-    LARGE_BLOCK_BYTES,
+    HeapUse,
     bytes_of,
+    find_heap_use,
     moved_bytes,
     peak_bytes,
     storages_of,
@@ -118,10 +119,8 @@ def part_joint(
         ),
         discard_workspace_bytes=max(0, peak_bytes(discard.graph, owned=fresh) - output_bytes),
         backward_workspace_bytes=backward_peak,
-        forward_large_bytes=peak_bytes(keep.graph, owned=fresh, at_least_bytes=LARGE_BLOCK_BYTES),
-        backward_large_bytes=0
-        if backward_graph is None
-        else peak_bytes(backward_graph, at_least_bytes=LARGE_BLOCK_BYTES),
+        forward_heap=find_heap_use(keep.graph, owned=fresh),
+        backward_heap=find_heap_use() if backward is None else heap_use_of_variants(backward),
     )
     return BodyCode(
         keep=keep,
@@ -256,6 +255,12 @@ def workspace_of_variants(code: BackwardCode) -> int:
             for variant in (code.first, code.later)
         ),
     )
+
+
+def heap_use_of_variants(code: BackwardCode) -> HeapUse:
+    """What a backward, or a half of one, takes of the heap, whichever of its variants runs."""
+    variants = (code.first, code.later, code.apart_first, code.apart_later)
+    return find_heap_use(*(variant.graph.graph for variant in variants))
 
 
 def created_bytes(variant: BackwardVariant, bare: BareBackward) -> int:

@@ -148,6 +148,24 @@ def probe_machine(
     return replace(measured, tiers=tuple(disk if tier.name == "disk" else tier for tier in tiers))
 
 
+def is_here(machine: Machine) -> bool:
+    """Whether a machine is this very computer, as `probe_machine` would find it.
+
+    Its rates were measured here, with the same cores, memory, drives, device and torch.
+    """
+    disk = machine.tier("disk")
+    if machine.source != "probe" or machine.emulation is not None:
+        return False
+    if disk is None or disk.path is None:
+        return False
+    folders = [drive.path for drive in disk.drives] or [disk.path]
+    try:
+        found = _look(threads=machine.num_threads, folders=folders, device=machine.device)
+    except InputError:
+        return False  # it has a device or cores that are not here
+    return found.fingerprint == machine.fingerprint
+
+
 def _is_enough(measured: Machine, granted: Tier, file_bytes: int, limit_ns: int) -> bool:
     """Whether the disk was measured with a file of about the size that would be used now."""
     disk = measured.tier("disk")

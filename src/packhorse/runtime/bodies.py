@@ -7,6 +7,7 @@ the buffers that it writes. A body sees no buffer that its task does not declare
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from packhorse.errors import AuditError, MismatchError
 from packhorse.graph.code import BackwardCode, BackwardVariant, BodyCode, HalvesCode
+from packhorse.graph.liveness import HeapUse
 from packhorse.graph.trace import Traced
 from packhorse.model.parts import number_globally
 from packhorse.model.spec import Block, BlockId, ParameterName, ValueId
@@ -65,8 +67,7 @@ class BodyRunner:
     """Runs forward, recompute and backward bodies of a traced model, and halves of backwards.
 
     Args:
-        make_room: called with a task before its body runs, and with what it takes in blocks that
-            are mapped in either heap mode.
+        room: entered with a task and what it takes of the heap, while its body runs.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class BodyRunner:
         layout: Layout,
         memory: ChunkMemory,
         device: torch.device,
-        make_room: Callable[[Task, int], None],
+        room: Callable[[Task, HeapUse], AbstractContextManager[None]],
     ) -> None:
-        self._make_room = make_room
+        self._room = room
         self._traced = traced
         numbers = number_globally(traced.model)
         self._device = device
@@ -115,13 +116,13 @@ class BodyRunner:
         """Run a forward; `key` None means evaluation, without dropout."""
         block, code = self._block(task.block)
         keeps = saved_id(task.block, task.microbatch) in task.writes
-        self._make_room(task, code.costs.forward_large_bytes)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
-        if key is None:
-            results = code.evaluate.forward(*arguments)
-        else:
-            graph = code.keep if keeps else code.discard
-            results = graph.forward(*arguments, *self._noise(block.id, code, key))
+        with self._room(task, code.costs.forward_heap):
+            if key is None:
+                results = code.evaluate.forward(*arguments)
+            else:
+                graph = code.keep if keeps else code.discard
+                results = graph.forward(*arguments, *self._noise(block.id, code, key))
         written: dict[BufferId, Payload] = {
             value_id(name, task.microbatch): (tensor,)
             for name, tensor in zip(block.outputs, results[: code.num_outputs], strict=True)
@@ -135,9 +136,9 @@ class BodyRunner:
     ) -> dict[BufferId, Payload]:
         """Run a forward again for its saved values."""
         block, code = self._block(task.block)
-        self._make_room(task, code.costs.forward_large_bytes)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
-        results = code.keep.forward(*arguments, *self._noise(block.id, code, key))
+        with self._room(task, code.costs.forward_heap):
+            results = code.keep.forward(*arguments, *self._noise(block.id, code, key))
         return {saved_id(task.block, task.microbatch): tuple(results[code.num_outputs :])}
 
     def backward(self, task: BackwardTask, visible: Visible) -> dict[BufferId, Payload]:
@@ -152,18 +153,18 @@ class BodyRunner:
 
     def _whole(self, task: Backward, visible: Visible) -> dict[BufferId, Payload]:
         block, code = self._block(task.block)
-        self._make_room(task, code.costs.backward_large_bytes)
         assert code.backward is not None, f"block {block.name} has no backward"
         saved = self._saved(block, code, task, visible)
-        return self._differentiate(code.backward, task, visible, saved)[0]
+        with self._room(task, code.costs.backward_heap):
+            return self._differentiate(code.backward, task, visible, saved)[0]
 
     def _input_half(self, task: InputGrad, visible: Visible) -> dict[BufferId, Payload]:
         block, code = self._block(task.block)
         halves = self._halves(block)
-        self._make_room(task, halves.input_large_bytes)
         assert halves.input is not None, f"block {block.name} has no gradients of inputs"
         saved = self._saved(block, code, task, visible)
-        written, stash = self._differentiate(halves.input, task, visible, saved)
+        with self._room(task, halves.input_heap):
+            written, stash = self._differentiate(halves.input, task, visible, saved)
         if halves.stash_bytes:
             written[stash_id(block.id, task.microbatch)] = stash
         return written
@@ -171,14 +172,14 @@ class BodyRunner:
     def _weight_half(self, task: WeightGrad, visible: Visible) -> dict[BufferId, Payload]:
         block, code = self._block(task.block)
         halves = self._halves(block)
-        self._make_room(task, halves.weight_large_bytes)
         assert halves.weight is not None, f"block {block.name} has no parameter to train"
         if halves.input is None:
             given = self._saved(block, code, task, visible)
         else:
             stash = stash_id(block.id, task.microbatch)
             given = _find_all(visible, stash, block) if halves.stash_bytes else ()
-        return self._differentiate(halves.weight, task, visible, given)[0]
+        with self._room(task, halves.weight_heap):
+            return self._differentiate(halves.weight, task, visible, given)[0]
 
     def _halves(self, block: Block) -> HalvesCode:
         if block.body not in self._traced.halves:

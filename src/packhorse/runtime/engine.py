@@ -161,16 +161,15 @@ class Engine:
                 heap, own, programs.values(), process_bytes, unfilled_bytes=tiers.unfilled_bytes
             )
             undo.callback(self._heap.close)
+            room = self._heap.room
             shapes = find_shapes(traced.model, self._layout, programs.values())
             self._messages = Messages(transport, self._device, shapes)
             lanes = make_lanes(programs.values(), self._device, num_threads)
             self._paced = None if pace is None else PacedLanes(lanes, pace)
             self._performer = Performer(
-                runner=BodyRunner(
-                    traced, self._layout, self._memory, self._device, self._heap.make_room
-                ),
+                runner=BodyRunner(traced, self._layout, self._memory, self._device, room),
                 tiers=tiers,
-                payloads=Payloads(self._device, self._disk, audit=audit, saved=places.saved),
+                payloads=Payloads(self._device, self._disk, room, audit=audit, saved=places.saved),
                 norms=Norms(traced.model, self._layout, self._memory),
                 messages=self._messages,
             )

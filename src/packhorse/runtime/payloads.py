@@ -8,7 +8,8 @@ freed is filled with NaN.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from threading import Lock
 
 import torch
@@ -18,7 +19,7 @@ from packhorse.errors import AuditError
 from packhorse.graph.code import SavedLayout
 from packhorse.graph.liveness import storages_of
 from packhorse.program.buffers import Buffer, BufferId, TierName
-from packhorse.program.tasks import Copy
+from packhorse.program.tasks import Copy, Task
 from packhorse.runtime.disk import DiskTier
 from packhorse.runtime.saved_values import (
     Payload,
@@ -37,6 +38,7 @@ class Payloads:
     Args:
         device: of the device tier; the host tier is this process's memory.
         disk: the disk tier.
+        room: entered with a task that copies a value to memory while its bytes are taken.
         audit: measure what is kept, spoil what is freed.
         saved: how what blocks save lies in its storages, where it may leave the device.
     """
@@ -45,11 +47,13 @@ class Payloads:
         self,
         device: torch.device,
         disk: DiskTier,
+        room: Callable[[Task], AbstractContextManager[None]],
         *,
         audit: bool,
         saved: Mapping[BufferId, SavedLayout],
     ) -> None:
         self._disk = disk
+        self._room = room
         self._saved = saved
         self._devices: Mapping[TierName, torch.device] = {
             "device": device,
@@ -102,6 +106,13 @@ class Payloads:
                 f"{task.buffer} is copied from {task.source}, but it is not there",
                 fix="run the program that was verified",
             )
+        if task.target == "disk":
+            self._copy(buffer, task)
+            return
+        with self._room(task):
+            self._copy(buffer, task)
+
+    def _copy(self, buffer: Buffer, task: Copy) -> None:
         source = self.get(task.buffer, task.source)
         if task.buffer in self._saved:
             moved = self._move_saved(task, source, self._saved[task.buffer])
@@ -118,7 +129,7 @@ class Payloads:
             self._disk.read(buffer.id, found.data_ptr())
             self.keep(buffer, (found.to(device),), task.target)
             return
-        self.keep(buffer, tuple(_copy(tensor, device) for tensor in source), task.target)
+        self.keep(buffer, tuple(_copy_tensor(tensor, device) for tensor in source), task.target)
 
     def _move_saved(self, task: Copy, source: Payload, layout: SavedLayout) -> Payload:
         """Copy the storages that a buffer owns, each once, and lay its tensors over the copies."""
@@ -131,7 +142,7 @@ class Payloads:
         parts = take_apart(task.buffer, source, layout)
         if task.target != "disk":
             device = self._devices[task.target]
-            return put_together(source, layout, [_copy(part, device) for part in parts])
+            return put_together(source, layout, [_copy_tensor(part, device) for part in parts])
         for index, part in enumerate(parts):
             here = part.cpu()
             self._disk.write_part(task.buffer, index, here.data_ptr())
@@ -184,7 +195,7 @@ def _giver_of(buffer: BufferId) -> BufferId:
     return BufferId(f"saved/{rest}") if kind == "stash" else buffer
 
 
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+def _copy_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     # To and from pinned memory a copy runs at the link's rate, beside what the device computes.
     pinned = tensor.is_cuda and device.type == "cpu"
     return torch.empty_like(tensor, device=device, pin_memory=pinned).copy_(tensor)

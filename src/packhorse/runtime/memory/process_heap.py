@@ -2,39 +2,50 @@
 
 In: the plan's heap mode, pools and programs, and what the process may hold. Out: a process within
 that. The ledger counts what lives; a heap that keeps what is freed holds more, and what it holds in
-pieces may serve none of the blocks of a body. Where a body could take the process above what it may
-hold, free pages go back first; where that does not do, a kept heap is mapped from then on: that
-costs time, and holds what lives.
+pieces may serve none of the blocks of a body. Where a body, or a value that comes back from another
+tier, could take the process above what it may hold, free pages go back first; where that does not
+do, a kept heap is mapped from then on: that costs time, and holds what lives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Final, Literal
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from typing import Final, Literal, NamedTuple
 
+from packhorse.graph.liveness import HeapUse
 from packhorse.machine.process_memory import ResidentMeter
 from packhorse.program.buffers import BufferId, Pool, PoolId
 from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import Task, workspace_of, writes_of
 from packhorse.runtime.kept_heap import find_heap_buffers, find_kept_bytes
 from packhorse.runtime.memory.heap import (
-    free_heap_bytes,
     open_holes,
     seal_holes,
     set_heap_mode,
     settle_heap,
+    size_blocks,
     trim_heap,
+    unused_page_bytes,
 )
 from packhorse.units import MIB
 
-# What was trimmed in vain is not trimmed again before the process has grown by so much.
+# What was trimmed in vain of a mapped heap is not trimmed again before the process has grown by so
+# much.
 _REPEAT_BYTES: Final = 4 * MIB
 # What objects, other lanes and the kernel's own count may add while a body runs.
 _RESERVE_BYTES: Final = 4 * MIB
-# Blocks of other sizes leave half of what is free in a kept heap in pieces that serve no block of a
+# Blocks of other sizes leave half of a kept heap's unused pages in pieces that serve no block of a
 # body; and what the body itself frees may serve none of its later ones: measured, a quarter of it.
 _USABLE: Final = 2
 _WASTED: Final = 4
+
+
+class _Taking(NamedTuple):
+    # What the process held before a task began to take so much.
+    held_bytes: int
+    size_bytes: int
 
 
 class ProcessHeap:
@@ -72,10 +83,10 @@ class ProcessHeap:
         if granted_bytes:
             limit_bytes = limit_bytes or self._meter.read() + granted_bytes
             self._limit_bytes = limit_bytes - _RESERVE_BYTES
-        # Free blocks that have no pages now: those too small to seal.
-        self._gone_bytes = free_heap_bytes()
         self._sizes: Mapping[BufferId, int] = find_heap_buffers(programs) if mode == "keep" else {}
         self._repeat_bytes = 0
+        self._lock = Lock()
+        self._taking: dict[object, _Taking] = {}
 
     def settle(self, program: Program, proof: Proof) -> None:
         """Let a kept heap take what a program will use, once, so that it peaks the first time."""
@@ -87,31 +98,61 @@ class ProcessHeap:
         """Do not settle it any more: what runs now takes as much."""
         self._is_settled = True
 
-    def make_room(self, task: Task, mapped_bytes: int = 0) -> None:
-        """Give free pages back if a task could otherwise take the process above its limit.
+    @contextmanager
+    def room(self, task: Task, use: HeapUse | None = None) -> Generator[None]:
+        """Inside, a lane takes what a task makes; free pages go back before if they have to.
+
+        Lanes may do so beside each other: what one of them is still to take counts for the others.
 
         Args:
-            mapped_bytes: what the task takes in blocks that are mapped in either mode, so that
-                nothing of the heap can serve them.
+            use: what the task's body takes of the heap. Nothing of a kept heap can serve large
+                blocks, and the pages that its small blocks had stay when large ones come. None: a
+                value is made once, in one place.
         """
         if self._limit_bytes is None:
+            yield
             return
+        place = object()
+        with self._lock:
+            most_bytes = self._make_room(self._limit_bytes, task, use)
+            self._taking[place] = _Taking(self._held_bytes(), most_bytes)
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._taking[place]
+
+    def _make_room(self, limit_bytes: int, task: Task, use: HeapUse | None) -> int:
         held_bytes, body_bytes = self._held_bytes(), self._body_bytes(task)
-        if held_bytes + body_bytes <= self._limit_bytes or held_bytes < self._repeat_bytes:
-            return
-        small_bytes = max(0, body_bytes - mapped_bytes)
-        wasted_bytes = small_bytes // _WASTED
-        if self._mode == "keep":
-            usable_bytes = max(0, free_heap_bytes() - self._gone_bytes) // _USABLE
-            new_bytes = body_bytes - min(small_bytes, usable_bytes) + wasted_bytes
-            if held_bytes + new_bytes <= self._limit_bytes:
-                return
+        small_bytes = most_bytes = body_bytes
+        kept = self._mode == "keep"
+        if kept and use is not None:
+            small_bytes = max(use.small_bytes, body_bytes - use.large_bytes)
+            most_bytes = use.large_bytes + small_bytes + small_bytes // _WASTED
+        need_bytes = most_bytes + self._beside_bytes(held_bytes)
+        if held_bytes + need_bytes <= limit_bytes:
+            return most_bytes
+        if kept:
+            usable_bytes = unused_page_bytes(size_blocks(self._sealed)) // _USABLE
+            if held_bytes + need_bytes - min(small_bytes, usable_bytes) <= limit_bytes:
+                return most_bytes
+        elif held_bytes < self._repeat_bytes:
+            return most_bytes
         trim_heap()
         held_bytes = self._held_bytes()
-        if self._mode == "keep" and held_bytes + body_bytes + wasted_bytes > self._limit_bytes:
+        if kept and held_bytes + need_bytes > limit_bytes:
             self._map()
             held_bytes = self._held_bytes()
         self._repeat_bytes = held_bytes + _REPEAT_BYTES
+        return most_bytes
+
+    def _beside_bytes(self, held_bytes: int) -> int:
+        """What other lanes are still to take: what the process has grown by since is there."""
+        if not self._taking:
+            return 0
+        wanted_bytes = sum(taking.size_bytes for taking in self._taking.values())
+        before_bytes = min(taking.held_bytes for taking in self._taking.values())
+        return max(0, wanted_bytes - max(0, held_bytes - before_bytes))
 
     def _held_bytes(self) -> int:
         """What the process holds, with chunks as they may become."""
