@@ -19,7 +19,7 @@ TEST_ARGS ?=
 TRAIN_ARGS ?=
 BENCH_ARGS ?=
 BENCHES ?= numbers audit memory headline refusal overhead update split traffic accumulation cache \
-  outofcore durability stride schedules ranks pipeline budget billion prediction load crash \
+  outofcore durability stride schedules paper ranks pipeline budget billion prediction load crash \
   first_step
 
 .PHONY: help venv check test assets train bench clean

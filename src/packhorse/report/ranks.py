@@ -4,9 +4,9 @@ In: a timeline for each rank, and a note for each. Out: an SVG in the look of th
 box has the number of its microbatch, where the longest of them has room; boxes of a rank's later
 stages are paler. A row has a ground from its first task to its last, so that what a rank idles in
 its own span and what the flush costs are told apart. Sums of gradients over replicas, which run
-beside computing, lie along the lower edge of a row. Where tasks are narrower than a pixel, a row
-becomes an area: each kind is as high in a column as the share of its time there, and what is left
-of the height is idle. So a picture of a million tasks stays small.
+beside computing, lie along the lower edge of a row. Where tasks of a rank are narrower than a
+pixel, rows become areas: each kind is as high in a column as the share of its time there, and what
+is left of the height is idle. So a picture of a million tasks stays small.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def draw_ranks(
     tips = sum(map(len, tasks)) <= _MOST_TIPS
     label_width = CHAR * max((len(task.microbatch) for rank in tasks for task in rank), default=0)
     every = -(-12 // (height + gap))
+    in_areas = any(_is_crowded(frame, rank) for rank in tasks)
     for row, rank in enumerate(tasks):
         base = frame.y(row) + height / 2 + 4
         if row % every == 0:
@@ -112,12 +113,17 @@ def draw_ranks(
         first, last = frame.x(rank[0].start_ns), frame.x(rank[-1].end_ns)
         ground = f'y="{frame.y(row):.1f}" width="{last - first:.1f}" height="{height}"'
         parts.append(f'<rect class="row" x="{first:.1f}" {ground}/>')
-        if last - first < _SEEN * len(rank):
+        if in_areas:
             parts += _draw_areas(frame, row, rank)
         else:
             parts += _draw_boxes(frame, row, rank, label_width=label_width, tips=tips)
         parts += _draw_strips(frame, row, reductions[row])
     return draw_page(bottom + 32, parts)
+
+
+def _is_crowded(frame: _Frame, tasks: Sequence[RankTask]) -> bool:
+    span = frame.x(tasks[-1].end_ns) - frame.x(tasks[0].start_ns) if tasks else 0.0
+    return span < _SEEN * len(tasks)
 
 
 def _draw_legend(tasks: Sequence[Sequence[RankTask]]) -> list[str]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from packhorse.errors import RuleError
 from packhorse.program.program import Program
 from packhorse.program.tasks import Recv, Send
-from packhorse.simulator.costs import TaskCosts
+from packhorse.simulator.costs import MachineCosts
 from packhorse.simulator.engine import (
     Meeting,
     Times,
@@ -33,7 +33,9 @@ from packhorse.timeline.names import name_of
 from packhorse.timeline.spec import Timeline
 
 
-def simulate_ranks(programs: Sequence[Program], costs: Sequence[TaskCosts]) -> tuple[Timeline, ...]:
+def simulate_ranks(
+    programs: Sequence[Program], costs: Sequence[MachineCosts]
+) -> tuple[Timeline, ...]:
     """Predict a step of all ranks, behind another one, as the runtime runs it.
 
     Args:
@@ -83,7 +85,7 @@ def simulate_ranks(programs: Sequence[Program], costs: Sequence[TaskCosts]) -> t
 class _Rank:
     # A rank on its way through its program: at a meeting, or at the end with its times.
 
-    def __init__(self, program: Program, costs: TaskCosts) -> None:
+    def __init__(self, program: Program, costs: MachineCosts) -> None:
         workers, shared = lanes_of_run(program, costs.machine)
         footprints = find_footprints(program, costs=costs, shared=shared)
         self.program = program
