@@ -19,8 +19,8 @@ TEST_ARGS ?=
 TRAIN_ARGS ?=
 BENCH_ARGS ?=
 BENCHES ?= numbers audit memory headline refusal overhead update split traffic accumulation cache \
-  outofcore durability stride schedules verifier simulator ranks pipeline actions budget billion prediction \
-  load crash first_step
+  outofcore durability stride schedules paper verifier simulator ranks pipeline actions budget \
+  billion prediction load crash first_step
 
 .PHONY: help venv check test assets train bench clean
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from picture_texts import assert_texts_are_apart
 
 from packhorse.cli.schedule_costs import read_costs
 from packhorse.errors import InputError
+from packhorse.report.svg import WIDTH
 from packhorse.schedule.costs import UNIT_BYTES, even_costs
 from packhorse.schedule.csv_text import format_csv, parse_csv
 from packhorse.schedule.families import FAMILIES
@@ -117,6 +119,33 @@ def test_more_than_the_cap_is_refused(shell):
     assert (done.code, list(done.document)) == (3, ["error"])
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pictures_of_replicas_are_legible(shell, tmp_path, name):
+    svg = tmp_path / "a.svg"
+    sizes = ("--ranks", 16, "--microbatches", 64, "--replicas", 64, "--costs", "reduce=9")
+    assert shell("schedule", name, *sizes, "--svg", svg).code == 0
+    assert_texts_are_apart(svg.read_text(), WIDTH)
+    assert f"{name}: 16 ranks, " in svg.read_text()
+    assert "64 microbatches, 64 replicas" in svg.read_text()
+
+
+def test_replicas_are_shown_once_with_what_summing_takes(shell):
+    alone = shell("schedule", "zb-v", *SIZES, "--json").document
+    more = ("--replicas", 16, "--costs", "F=1,reduce=3")
+    done = shell("schedule", "zb-v", *SIZES, *more, "--json").document
+    assert (done["replicas"], done["ranks_of_all"], done["microbatches_of_all"]) == (16, 64, 128)
+    assert done["orders"] == alone["orders"]
+    assert done["placement"]["7"] == list(range(0, 64, 4))
+    # Rank 3 sums a half of 3 ms beside its last tasks, and the other half behind them.
+    assert done["makespan_ns"] == alone["makespan_ns"] + 1_500_000
+    said = shell("schedule", "zb-v", *SIZES, *more).out
+    assert "one of 16 replicas, all alike: 64 ranks in all, 128 microbatches a step" in said
+    assert "A all-reduce" in said
+    lines = shell("schedule", *SIZES, *more, "--json").document["schedules"]
+    (line,) = [line for line in lines if line["name"] == "zb-v"]
+    assert line["makespan_ns"] == done["makespan_ns"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -127,6 +156,9 @@ def test_more_than_the_cap_is_refused(shell):
         (("none.csv",), "cannot read the file"),
         (("none.py:vee", *SIZES), "there is no such file"),
         (("zb-v", *SIZES, "--costs", "X=1"), "'X=1' is no cost"),
+        (("zb-v", *SIZES, "--costs", "reduce=1"), "reduce is what summing gradients over replicas"),
+        (("zb-v", *SIZES, "--machine", "h200"), "--machine has no effect without --model"),
+        (("zb-v", *SIZES, "--link", "1GB"), "--link has no effect without --model"),
     ],
 )
 def test_what_cannot_be_done_ends_with_2(shell, arguments, said):

@@ -6,6 +6,10 @@ import re
 import shlex
 from pathlib import Path
 
+from bench.paper import SHAPE as DECODER
+from bench.paper_model import make_decoder
+from packhorse.model.files import format_model
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "schedule.md"
 
 
@@ -18,15 +22,21 @@ def test_everything_on_the_page_is_so(shell, tmp_path, monkeypatch, golden):
     monkeypatch.chdir(tmp_path)
     (own,) = list_blocks("python")
     (tmp_path / "my_schedule.py").write_text(own, encoding="utf-8")
+    (tmp_path / "model.json").write_text(format_model(make_decoder(DECODER)), encoding="utf-8")
     assert len(own.splitlines()) <= 20
     said = []
     for line in "".join(list_blocks("sh")).splitlines():
         done = shell(*shlex.split(line)[1:])
         assert done.code == 0, (line, done.err)
         said.append(done.out)
-    picture, table, error = list_blocks("text")
+    picture, table, paper, error = list_blocks("text")
     assert said[0].startswith(picture.removesuffix(" ...\n"))
     assert said[2] == table
+    (whole,) = (each for each in said if each.startswith("decoder-70b"))
+    # Behind it is only how long each part took.
+    shown, seconds = whole[: len(paper)], whole[len(paper) :]
+    assert shown == paper
+    assert len(seconds.split("\n")) == 4
     golden("../../docs/how-to/zb-v.svg", (tmp_path / "zb-v.svg").read_text(encoding="utf-8"))
     lines = own.splitlines(keepends=True)
     at = next(at for at, line in enumerate(lines) if "*(Forward(stage=back" in line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from picture_texts import assert_texts_are_apart
@@ -12,7 +13,7 @@ from packhorse.report.rank_rows import picture_ranks
 from packhorse.report.rank_tasks import PASSES, list_rank_tasks, shade_of
 from packhorse.report.ranks import draw_ranks
 from packhorse.report.svg import WIDTH
-from packhorse.timeline.names import words_for
+from packhorse.timeline.names import ALL_REDUCE, words_for
 from packhorse.timeline.spec import Span, Timeline
 from tests.report.samples import render
 
@@ -114,12 +115,72 @@ def test_boxes_say_what_they_are():
     assert "paler: later stages of a rank" in svg
 
 
-def test_columns_are_as_opaque_as_they_are_busy():
-    busy, half = (draw(many_ranks(1, 4000, gap=gap)) for gap in (0, 1))
-    levels = [float(level) for level in re.findall(r'fill-opacity="([\d.]+)"', busy)]
-    assert max(levels) == 1
-    levels = [float(level) for level in re.findall(r'fill-opacity="([\d.]+)"', half)]
-    assert 0.3 < sum(levels) / len(levels) < 0.7
+def list_areas(svg):
+    """The surface of each colour of rows that are drawn as areas."""
+    surfaces = {}
+    for path, colour in re.findall(r'<path d="([^"]+)" fill="([^"]+)"/>', svg):
+        boxes = re.findall(r"h([\d.]+)v([\d.]+)h", path)
+        surfaces[colour] = sum(float(width) * float(height) for width, height in boxes)
+    return surfaces
+
+
+@pytest.mark.parametrize(("gap", "share"), [(0, 1), (1, 1 / 2), (3, 1 / 4)])
+def test_areas_are_as_large_as_ranks_are_busy(gap, share):
+    svg = draw(many_ranks(1, 4000, gap=gap))
+    (ground,) = re.findall(r'class="row" [^>]*width="([\d.]+)" height="([\d.]+)"', svg)
+    whole = float(ground[0]) * float(ground[1])
+    areas = list_areas(svg)
+    assert areas.keys() == {colour_of(kind) for kind in PASSES}
+    assert sum(areas.values()) == pytest.approx(share * whole, rel=0.02)
+    # Each edge between two kinds is rounded to half a pixel.
+    half_a_pixel = float(ground[0]) / 2
+    for area in areas.values():
+        assert area == pytest.approx(share * whole / 5, abs=half_a_pixel)
+
+
+def add_reduction(timeline, start, end):
+    span = Span(
+        index=len(timeline.spans),
+        name="all-reduce, stage 0",
+        kind=ALL_REDUCE,
+        lane=ALL_REDUCE,
+        start_ns=start * 1_000_000,
+        end_ns=end * 1_000_000,
+    )
+    return replace(timeline, spans=(*timeline.spans, span))
+
+
+def test_sums_over_replicas_are_drawn_beside_and_behind_what_is_computed():
+    first, second = two_ranks()
+    timelines = (add_reduction(first, 12, 15), add_reduction(second, 9, 11))
+    svg = draw(timelines)
+    strips = re.findall(r"<title>all-reduce, stage 0</title><rect[^>]* width=\"([\d.]+)\"", svg)
+    assert float(strips[0]) / float(strips[1]) == pytest.approx(3 / 2, rel=0.01)
+    assert "A all-reduce" in svg
+    assert_texts_are_apart(svg, WIDTH)
+    lines = render(picture_ranks(timelines), width=80, encoding="ascii").splitlines()
+    # What is computed hides it; a step is as long as the last of them.
+    assert lines[0].endswith("A-----------")
+    assert "A" not in lines[0][: lines[0].index("W")]
+    assert lines[1].rstrip(".").endswith("A---")
+    assert "A all-reduce" in "\n".join(lines[3:])
+
+
+def test_short_tasks_share_a_row_of_a_terminal_in_proportion():
+    (line, *_) = render(picture_ranks(many_ranks(1, 4000, gap=1)), width=127).splitlines()
+    row = line.removeprefix("rank 0  ")
+    assert len(row) == 119
+    assert row.count(".") / 119 == pytest.approx(1 / 2, abs=0.03)
+    for letter in "FRBIW":
+        assert row.count(letter) / 119 == pytest.approx(1 / 10, abs=0.03)
+
+
+def test_many_ranks_share_rows_of_a_terminal():
+    lines = render(picture_ranks(many_ranks(70, 900)), width=80).splitlines()
+    heads = [line.split("  ")[0] for line in lines[:24]]
+    assert heads[:2] == ["ranks 0-2", "ranks 3-5"]
+    assert heads[23] == "rank 69"
+    assert max(map(len, lines)) <= 80
 
 
 def test_turns_and_letters():

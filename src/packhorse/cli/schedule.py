@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from packhorse.cli.options import AsJson, NumMicrobatches, NumRanks
+from packhorse.cli.options import AsJson, BudgetText, NumMicrobatches, NumRanks
 from packhorse.errors import DoesNotFitError, InputError
 
 if TYPE_CHECKING:
     from packhorse.cli.schedule_reading import ScheduleRequest
     from packhorse.cli.screen import Screen
     from packhorse.schedule.costs import Costs
-    from packhorse.schedule.spec import Schedule
+    from packhorse.schedule.replicas import Replicas
 
 NumStages = Annotated[
     int | None,
@@ -27,7 +28,45 @@ CostsText = Annotated[
     typer.Option(
         "--costs",
         metavar="F=1,...",
-        help="Times in ms of a rank's share: F=1,I=1,W=1,send=0.1; along the depth F=1:1:2.",
+        help="Times in ms of a rank's share: F=1,I=1,W=1,send=0.1,reduce=2; along the depth"
+        " F=1:1:2.",
+    ),
+]
+NumReplicas = Annotated[
+    int,
+    typer.Option(
+        "--replicas",
+        min=1,
+        metavar="N",
+        help="Data-parallel replicas. --ranks and --microbatches are those of each; all are alike,"
+        " so one is stored, proved and timed.",
+    ),
+]
+PaperModel = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        metavar="FILE",
+        help="A model.json, as `packhorse plan` writes it: cut it for the schedule, lower, verify"
+        " and simulate every rank's program.",
+    ),
+]
+PaperMachine = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        metavar="FILE|NAME",
+        help="With --model: the machine of every rank, a file or a known one such as a100-80gb."
+        " Absent: this machine, probed.",
+    ),
+]
+RankLinkText = Annotated[
+    str | None,
+    typer.Option(
+        "--link",
+        metavar="RATE,LATENCY",
+        help="With --model: the link between any two ranks, 25GB,5us. Absent: the machine's, or"
+        " 12.5 GB/s and 10 us.",
     ),
 ]
 MemoryCap = Annotated[
@@ -51,9 +90,14 @@ def show_schedule(
     ] = None,
     ranks: NumRanks = None,
     microbatches: NumMicrobatches = None,
+    replicas: NumReplicas = 1,
     stages: NumStages = None,
     costs: CostsText = "",
     memory_cap: MemoryCap = None,
+    model: PaperModel = None,
+    machine: PaperMachine = None,
+    budget: BudgetText = None,
+    link: RankLinkText = None,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw it as an SVG picture.")
     ] = None,
@@ -62,9 +106,10 @@ def show_schedule(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a schedule: picture, idle time, peaks and order of each rank."""
+    """Show a schedule, or a model under it: picture, idle time, peaks and order of each rank."""
     from packhorse.cli.schedule_reading import ScheduleRequest, take_schedule
     from packhorse.cli.screen import Screen
+    from packhorse.schedule.replicas import Replicas
 
     screen = Screen(as_json=as_json)
     request = ScheduleRequest(
@@ -72,11 +117,19 @@ def show_schedule(
         num_ranks=ranks,
         num_microbatches=microbatches,
         num_stages=stages,
+        num_replicas=replicas,
         costs=costs,
         memory_cap=memory_cap,
     )
+    _refuse_idle_options(
+        {"--machine": machine, "--budget": budget, "--link": link}
+        if model is None
+        else {"--costs": costs or None, "--memory-cap": memory_cap},
+        has_model=model is not None,
+    )
     if name is None:
-        for option, value in (("--svg", svg), ("--csv", csv), ("--stages", stages)):
+        one = {"--svg": svg, "--csv": csv, "--stages": stages, "--model": model}
+        for option, value in one.items():
             if value is not None:
                 raise InputError(
                     f"{option} is for one schedule, and none is named",
@@ -85,15 +138,33 @@ def show_schedule(
                 )
         _compare_all(screen, request)
         return
+    if model is not None:
+        from packhorse.cli.schedule_on_paper import PaperRequest, show_on_paper
+
+        paper = PaperRequest(model=model, machine=machine, budget=budget, link=link)
+        show_on_paper(screen, request, paper, svg=svg, csv=csv)
+        return
     with screen.progress("schedule") as tell:
         schedule, given = take_schedule(request, tell)
-    _show_one(screen, name, schedule, given, svg, csv)
+    _show_one(screen, name, Replicas(first=schedule, count=replicas), given, svg, csv)
+
+
+def _refuse_idle_options(options: Mapping[str, object], *, has_model: bool) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise InputError(
+                f"{option} has no effect with --model: times and room follow from the machine"
+                if has_model
+                else f"{option} has no effect without --model",
+                where="packhorse schedule",
+                fix="leave one of them out" if has_model else "name the model: --model model.json",
+            )
 
 
 def _show_one(
     screen: Screen,
     name: str,
-    schedule: Schedule,
+    replicas: Replicas,
     costs: Costs,
     svg: Path | None,
     csv: Path | None,
@@ -101,6 +172,7 @@ def _show_one(
     from packhorse.cli.outputs import write_output
     from packhorse.cli.schedule_report import (
         NOTES_HEAD,
+        describe_replicas,
         describe_schedule,
         describe_step,
         list_lines,
@@ -111,11 +183,13 @@ def _show_one(
     from packhorse.report.rank_rows import picture_ranks
     from packhorse.report.ranks import draw_ranks
     from packhorse.schedule.csv_text import format_csv
+    from packhorse.schedule.replicas import time_replicas
     from packhorse.schedule.spec import name_task
-    from packhorse.schedule.timing import time_schedule
 
-    timing = time_schedule(schedule, costs)
-    title = describe_schedule(name, schedule)
+    schedule = replicas.first
+    timing = time_replicas(replicas, costs)
+    title = describe_schedule(name, replicas)
+    others = [describe_replicas(replicas)] if replicas.count > 1 else []
     timelines = make_timelines(schedule, timing, costs)
     written: list[Path] = []
     if svg is not None:
@@ -131,6 +205,7 @@ def _show_one(
         written.append(write_output(csv, format_csv(schedule)))
     screen.show(
         title,
+        *others,
         picture_ranks(timelines),
         describe_step(timing),
         "",
@@ -149,7 +224,10 @@ def _show_one(
             "stages": schedule.num_stages,
             "microbatches": schedule.num_microbatches,
             "tasks": schedule.num_tasks,
-            "placement": {str(s): list(r) for s, r in sorted(schedule.placement.items())},
+            "replicas": replicas.count,
+            "ranks_of_all": replicas.num_ranks,
+            "microbatches_of_all": replicas.num_microbatches,
+            "placement": {str(s): list(r) for s, r in sorted(replicas.placement.items())},
             "makespan_ns": timing.makespan_ns,
             "bubble": float(timing.bubble),
             "idle_in_span": float(timing.idle_in_span),
@@ -192,13 +270,12 @@ def _refuse_excess(peak_bytes: tuple[int, ...], costs: Costs, share_bytes: int) 
 
 
 def _compare_all(screen: Screen, request: ScheduleRequest) -> None:
-    from packhorse.cli.schedule_costs import read_costs
-    from packhorse.cli.schedule_reading import need_sizes
+    from packhorse.cli.schedule_reading import need_sizes, read_request_costs
     from packhorse.cli.schedule_report import compare_schedules, compare_table, count_words
 
     num_ranks, num_microbatches = need_sizes(request)
-    costs = read_costs(request.costs, request.memory_cap, num_ranks)
-    lines = compare_schedules(num_ranks, num_microbatches, costs)
+    costs = read_request_costs(request, num_ranks)
+    lines = compare_schedules(num_ranks, num_microbatches, costs, num_replicas=request.num_replicas)
     screen.show(
         f"{count_words(num_ranks, 'rank')}, {count_words(num_microbatches, 'microbatch')}",
         compare_table(lines),
@@ -207,6 +284,7 @@ def _compare_all(screen: Screen, request: ScheduleRequest) -> None:
         {
             "ranks": num_ranks,
             "microbatches": num_microbatches,
+            "replicas": request.num_replicas,
             "schedules": [
                 {
                     "name": line.name,

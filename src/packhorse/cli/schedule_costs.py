@@ -14,15 +14,19 @@ from typing import Final
 from packhorse.errors import InputError
 from packhorse.schedule.costs import UNIT_BYTES, UNIT_NS, Cost, Costs
 
-_KEYS: Final = ("F", "I", "W", "saved", "send")
-_DEFAULTS: Final = {"F": "1", "I": "1", "W": "1", "saved": "1", "send": "0"}
+_COLUMNS: Final = ("F", "I", "W", "saved", "reduce")
+_KEYS: Final = (*_COLUMNS, "send")
+_DEFAULTS: Final = {"F": "1", "I": "1", "W": "1", "saved": "1", "reduce": "0", "send": "0"}
 
 
-def read_costs(text: str, memory_cap: str | None, num_ranks: int) -> Costs:
+def read_costs(
+    text: str, memory_cap: str | None, num_ranks: int, *, num_replicas: int = 1
+) -> Costs:
     """Read both options.
 
     Raises:
-        InputError: a key is unknown or given twice, or a value is no number of its kind.
+        InputError: a key is unknown, given twice or without effect, or a value is no number of its
+            kind.
     """
     given: dict[str, str] = {}
     for item in filter(None, text.split(",")):
@@ -31,13 +35,19 @@ def read_costs(text: str, memory_cap: str | None, num_ranks: int) -> Costs:
             raise InputError(
                 f"{item!r} is no cost",
                 where="--costs",
-                fix="write F=1,I=1,W=1,saved=1,send=0.1, or some of these",
+                fix="write F=1,I=1,W=1,saved=1,send=0.1,reduce=2, or some of these",
             )
         if key in given:
             raise InputError(
                 f"{key} is given twice", where="--costs", fix=f"join numbers by ':', as {key}=1:2"
             )
         given[key] = value
+    if "reduce" in given and num_replicas == 1:
+        raise InputError(
+            "reduce is what summing gradients over replicas takes, and there is one replica",
+            where="--costs",
+            fix="leave it out, or say how many replicas there are, as --replicas 4",
+        )
     words = _DEFAULTS | given
     columns = {
         key: [_read_number(each, f"--costs {key}") for each in words[key].split(":")]
@@ -46,13 +56,14 @@ def read_costs(text: str, memory_cap: str | None, num_ranks: int) -> Costs:
     if len(columns["send"]) != 1:
         raise InputError("send has several numbers", where="--costs", fix="give one, as send=0.1")
     num_parts = _count_parts(columns, num_ranks)
-    f, i, w, saved = (_spread(columns[key], num_parts, num_ranks) for key in _KEYS[:4])
+    f, i, w, saved, reduce = (_spread(columns[key], num_parts, num_ranks) for key in _COLUMNS)
     parts = tuple(
         Cost(
             forward_ns=round(f[at] * UNIT_NS),
             input_grad_ns=round(i[at] * UNIT_NS),
             weight_grad_ns=round(w[at] * UNIT_NS),
             saved_bytes=round(saved[at] * UNIT_BYTES),
+            reduce_ns=round(reduce[at] * UNIT_NS),
         )
         for at in range(num_parts)
     )
@@ -66,7 +77,7 @@ def read_costs(text: str, memory_cap: str | None, num_ranks: int) -> Costs:
 
 
 def _count_parts(columns: dict[str, list[Fraction]], num_ranks: int) -> int:
-    lengths = {len(columns[key]): key for key in _KEYS[:4] if len(columns[key]) > 1}
+    lengths = {len(columns[key]): key for key in _COLUMNS if len(columns[key]) > 1}
     if len(lengths) > 1:
         (one, key), (other, other_key) = list(lengths.items())[:2]
         raise InputError(

@@ -28,6 +28,7 @@ class ScheduleRequest:
     num_ranks: int | None
     num_microbatches: int | None
     num_stages: int | None = None
+    num_replicas: int = 1
     costs: str = ""
     memory_cap: str | None = None
 
@@ -41,10 +42,10 @@ def take_schedule(request: ScheduleRequest, tell: Tell | None = None) -> tuple[S
     """
     if request.name.endswith(".csv"):
         schedule = _read_csv(request)
-        costs = read_costs(request.costs, request.memory_cap, schedule.num_ranks)
+        costs = read_request_costs(request, schedule.num_ranks)
     else:
         num_ranks, num_microbatches = need_sizes(request)
-        costs = read_costs(request.costs, request.memory_cap, num_ranks)
+        costs = read_request_costs(request, num_ranks)
         if tell is not None and request.name == SEARCHED:
             tell("searching", 0, None)
         schedule = make_schedule(
@@ -60,6 +61,17 @@ def take_schedule(request: ScheduleRequest, tell: Tell | None = None) -> tuple[S
             )
     check_schedule(schedule)
     return schedule, costs
+
+
+def read_request_costs(request: ScheduleRequest, num_ranks: int) -> Costs:
+    """Read the costs and caps of a request.
+
+    Raises:
+        InputError: as `read_costs`.
+    """
+    return read_costs(
+        request.costs, request.memory_cap, num_ranks, num_replicas=request.num_replicas
+    )
 
 
 def need_sizes(request: ScheduleRequest) -> tuple[int, int]:

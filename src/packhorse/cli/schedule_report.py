@@ -16,6 +16,7 @@ from packhorse.program.buffers import PoolId
 from packhorse.report.tables import plain_table
 from packhorse.schedule.costs import Cost, Costs
 from packhorse.schedule.families import FAMILIES, make_named
+from packhorse.schedule.replicas import Replicas, time_replicas
 from packhorse.schedule.spec import (
     Backward,
     Forward,
@@ -25,7 +26,8 @@ from packhorse.schedule.spec import (
     WeightGrad,
     name_task,
 )
-from packhorse.schedule.timing import RankTiming, Timing, find_excess, time_schedule
+from packhorse.schedule.timing import RankTiming, Timing, find_excess
+from packhorse.timeline.names import ALL_REDUCE, words_for
 from packhorse.timeline.spec import MemoryPoint, Span, Timeline
 from packhorse.units import format_ns, format_percent
 
@@ -54,22 +56,35 @@ class ComparedSchedule:
 
 
 def make_timelines(schedule: Schedule, timing: Timing, costs: Costs) -> tuple[Timeline, ...]:
-    """Give each rank's tasks and saved bytes over time."""
+    """Give each rank's tasks, reductions and saved bytes over time."""
     stages = costs.cut(schedule.num_stages)
     return tuple(
         Timeline(
             source="simulated",
             rank=rank,
-            spans=tuple(
-                Span(
-                    index=at,
-                    name=f"{_KINDS[type(task)].replace('_', ' ')} {task.stage}@{task.microbatch}",
-                    kind=_KINDS[type(task)],
-                    lane="compute",
-                    start_ns=times.starts_ns[at],
-                    end_ns=times.ends_ns[at],
-                )
-                for at, task in enumerate(order)
+            spans=(
+                *(
+                    Span(
+                        index=at,
+                        name=f"{words_for(_KINDS[type(task)])} {task.stage}@{task.microbatch}",
+                        kind=_KINDS[type(task)],
+                        lane="compute",
+                        start_ns=times.starts_ns[at],
+                        end_ns=times.ends_ns[at],
+                    )
+                    for at, task in enumerate(order)
+                ),
+                *(
+                    Span(
+                        index=at,
+                        name=f"{words_for(ALL_REDUCE)}, stage {each.stage}",
+                        kind=ALL_REDUCE,
+                        lane=ALL_REDUCE,
+                        start_ns=each.start_ns,
+                        end_ns=each.end_ns,
+                    )
+                    for at, each in enumerate(times.reductions, len(order))
+                ),
             ),
             memory={_SAVED: tuple(_list_points(order, times, stages))},
         )
@@ -94,20 +109,31 @@ def _list_points(
                 pass
 
 
-def describe_schedule(name: str, schedule: Schedule) -> str:
+def describe_schedule(name: str, replicas: Replicas) -> str:
     """Say what a schedule is of, for example `zb-v: 4 ranks, 8 stages, 8 microbatches`."""
+    schedule = replicas.first
     sizes = (
         (schedule.num_ranks, "rank"),
         (schedule.num_stages, "stage"),
         (schedule.num_microbatches, "microbatch"),
+        *([(replicas.count, "replica")] if replicas.count > 1 else []),
     )
     return f"{name}: {', '.join(count_words(count, word) for count, word in sizes)}"
+
+
+def describe_replicas(replicas: Replicas) -> str:
+    """Say how many there are of what is shown, for example `one of 16 alike: 64 ranks, ...`."""
+    ranks = count_words(replicas.num_ranks, "rank")
+    return (
+        f"one of {replicas.count} replicas, all alike: {ranks} in all,"
+        f" {count_words(replicas.num_microbatches, 'microbatch')} a step"
+    )
 
 
 def count_words(count: int, word: str) -> str:
     """Count things in words: `1 rank`, `2 microbatches`."""
     ending = "" if count == 1 else "es" if word.endswith("ch") else "s"
-    return f"{count} {word}{ending}"
+    return f"{count:,} {word}{ending}"
 
 
 def describe_step(timing: Timing) -> str:
@@ -178,14 +204,14 @@ def list_lines(schedule: Schedule) -> tuple[str, ...]:
 
 
 def compare_schedules(
-    num_ranks: int, num_microbatches: int, costs: Costs
+    num_ranks: int, num_microbatches: int, costs: Costs, *, num_replicas: int = 1
 ) -> tuple[ComparedSchedule, ...]:
     """Time every named schedule with the same costs."""
     lines: list[ComparedSchedule] = []
     share_bytes = costs.share_bytes(num_ranks)
     for name, family in FAMILIES.items():
         schedule = make_named(name, num_ranks, num_microbatches, costs)
-        timing = time_schedule(schedule, costs)
+        timing = time_replicas(Replicas(first=schedule, count=num_replicas), costs)
         lines.append(
             ComparedSchedule(
                 name=name,

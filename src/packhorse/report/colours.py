@@ -25,6 +25,7 @@ _KIND_COLOURS: Final[Mapping[str, str]] = {
     "copy_out": "#a56a43",
     "send": "#b58ad6",
     "receive": "#5b5fc7",
+    "all_reduce": "#8e6bbf",
     "import": "#8e6bbf",
     "export": "#cf4f7f",
 }

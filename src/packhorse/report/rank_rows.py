@@ -3,7 +3,9 @@
 In: a timeline for each rank. Out: a rich renderable as wide as the terminal. A task shows its
 letter (capital on a rank's first stage, small on later ones) and, where there is room, its
 microbatch; `-` fills what is left of it and `.` is idle. Where tasks do not begin and end at whole
-characters, a character shows the kind that fills most of it. It reads the same without colours.
+characters, a character shows the kind that fills most of it; where they are shorter than one, kinds
+and idle time share the characters of a row in the proportion of their times. Of many ranks several
+neighbours share a row. It reads the same without colours.
 """
 
 from __future__ import annotations
@@ -21,11 +23,23 @@ from rich.text import Text
 
 from packhorse.report.axes import time_ticks
 from packhorse.report.colours import ink_on
-from packhorse.report.rank_tasks import PASSES, RankTask, list_rank_tasks, shade_of
+from packhorse.report.rank_tasks import (
+    MARKS,
+    RankTask,
+    list_rank_tasks,
+    list_reductions,
+    shade_of,
+)
 from packhorse.timeline.names import words_for
 from packhorse.timeline.spec import Timeline
 
 _WIDEST: Final = 4  # characters for the shortest task
+_MOST_ROWS: Final = 32
+_LEAST_SHARE: Final = 1e-6
+
+_Look = tuple[str, str]
+_Shares = list[dict[_Look, float]]
+"""By character of a row: how much of it each letter and colour fills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +50,36 @@ class RanksPicture:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         tasks = list_rank_tasks(self.timelines)
-        heads = [f"rank {timeline.rank}" for timeline in self.timelines]
+        reductions = list_reductions(self.timelines)
+        together = max(-(-len(tasks) // _MOST_ROWS), 1)
+        groups = [
+            range(at, min(at + together, len(tasks))) for at in range(0, len(tasks), together)
+        ]
+        heads = [self._name_rows(group) for group in groups]
         left = max(map(len, heads), default=0) + 2
         width = max(options.max_width - left, 8)
-        end_ns = max((task.end_ns for row in tasks for task in row), default=0)
-        cell_ns, whole = _choose_cell(tasks, end_ns, width)
+        end_ns = max((task.end_ns for row in (*tasks, *reductions) for task in row), default=0)
+        cell_ns, whole = _choose_cell([*tasks, *reductions], end_ns, width)
         columns = min(max(round(end_ns / cell_ns), 1), width)
-        for head, row in zip(heads, tasks, strict=True):
-            drawn = _draw_row(row, cell_ns, columns, labelled=whole)
-            yield Text(head.ljust(left), style="bold") + drawn
+        for head, group in zip(heads, groups, strict=True):
+            shares: _Shares = [{} for _ in range(columns)]
+            owners = [""] * columns
+            for rank in group:
+                _fill(shares, owners, tasks[rank], cell_ns, len(group))
+                _fill_gaps(shares, reductions[rank], cell_ns, len(group))
+            if whole or not _is_crowded(tasks, cell_ns):
+                marks = _pick_most(shares)
+            else:
+                marks = _pick_in_turn(shares)
+            yield Text(head.ljust(left), style="bold") + _draw_row(
+                marks, owners, labelled=whole and together == 1
+            )
         yield Text(" " * left + _axis_row(end_ns, cell_ns, columns), style="dim")
-        yield from _legend(tasks, options.max_width)
+        yield from _legend([*tasks, *reductions], options.max_width)
+
+    def _name_rows(self, group: range) -> str:
+        first, last = (self.timelines[at].rank for at in (group[0], group[-1]))
+        return f"rank {first}" if len(group) == 1 else f"ranks {first}-{last}"
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(min(40, options.max_width), options.max_width)
@@ -67,14 +100,20 @@ def _choose_cell(
     return max(end_ns, 1) / width, False
 
 
-def _draw_row(tasks: Sequence[RankTask], cell_ns: float, columns: int, *, labelled: bool) -> Text:
+def _is_crowded(tasks: Sequence[Sequence[RankTask]], cell_ns: float) -> bool:
+    # Whether tasks are shorter than a character on average.
+    lengths_ns = [task.end_ns - task.start_ns for row in tasks for task in row]
+    return sum(lengths_ns) < cell_ns * len(lengths_ns)
+
+
+def _draw_row(marks: Sequence[_Look | None], owners: Sequence[str], *, labelled: bool) -> Text:
     row = Text()
-    for mark, cells in groupby(_mark_cells(tasks, cell_ns, columns)):
+    for (mark, microbatch), cells in groupby(zip(marks, owners, strict=True)):
         length = sum(1 for _ in cells)
         if mark is None:
             row.append("." * length, style="dim")
             continue
-        letter, colour, microbatch = mark
+        letter, colour = mark
         word = f"{letter}{microbatch}"
         if not labelled:
             shown = letter * length
@@ -84,27 +123,65 @@ def _draw_row(tasks: Sequence[RankTask], cell_ns: float, columns: int, *, labell
     return row
 
 
-def _mark_cells(
-    tasks: Sequence[RankTask], cell_ns: float, columns: int
-) -> list[tuple[str, str, str] | None]:
-    """Give letter, colour and microbatch of what fills most of each character; None for idle."""
-    shares: list[dict[tuple[str, str], float]] = [{} for _ in range(columns)]
-    owners = [""] * columns
+def _fill(
+    shares: _Shares, owners: list[str], tasks: Sequence[RankTask], cell_ns: float, num_ranks: int
+) -> None:
+    """Add what a rank computes, a share of a row that so many ranks have."""
     for task in tasks:
-        start, stop = task.start_ns / cell_ns, task.end_ns / cell_ns
         look = task.letter, task.colour
-        for at in range(int(start), min(int(stop) + 1, columns)):
-            covered = min(stop, at + 1) - max(start, at)
-            if covered > 1e-6:
-                shares[at][look] = shares[at].get(look, 0.0) + covered
-                owners[at] = task.microbatch
+        for at, covered in _cover(task, cell_ns, len(shares)):
+            shares[at][look] = shares[at].get(look, 0.0) + covered / num_ranks
+            owners[at] = task.microbatch
+
+
+def _fill_gaps(
+    shares: _Shares, reductions: Sequence[RankTask], cell_ns: float, num_ranks: int
+) -> None:
+    """Add what sums gradients, as far as nothing is computed meanwhile."""
+    for task in reductions:
+        look = task.letter, task.colour
+        for at, covered in _cover(task, cell_ns, len(shares)):
+            room = 1 - sum(shares[at].values())
+            if room > _LEAST_SHARE:
+                shares[at][look] = shares[at].get(look, 0.0) + min(covered / num_ranks, room)
+
+
+def _cover(task: RankTask, cell_ns: float, columns: int) -> Iterator[tuple[int, float]]:
+    start, stop = task.start_ns / cell_ns, task.end_ns / cell_ns
+    for at in range(int(start), min(int(stop) + 1, columns)):
+        covered = min(stop, at + 1) - max(start, at)
+        if covered > _LEAST_SHARE:
+            yield at, covered
+
+
+def _pick_most(shares: _Shares) -> list[_Look | None]:
+    """Give what fills most of each character; None for idle."""
     return [
-        (*max(looks, key=lambda look: looks[look]), owner)
+        max(looks, key=lambda look: looks[look])
         # Idle wins only where nothing fills at least an eighth of the character.
         if sum(looks.values()) >= 0.125
         else None
-        for looks, owner in zip(shares, owners, strict=True)
+        for looks in shares
     ]
+
+
+def _pick_in_turn(shares: _Shares) -> list[_Look | None]:
+    """Give each kind, and idle time, as many characters of a stretch as it fills.
+
+    What a character does not show of a kind is carried over to the next one that has it.
+    """
+    owed: dict[_Look | None, float] = {}
+    marks: list[_Look | None] = []
+    for looks in shares:
+        idle = 1 - sum(looks.values())
+        there: dict[_Look | None, float] = {**looks}
+        if idle > _LEAST_SHARE:
+            there[None] = idle
+        owed = {look: owed.get(look, 0.0) + share for look, share in there.items()}
+        mark = max(owed, key=lambda look: owed[look])
+        owed[mark] -= 1
+        marks.append(mark)
+    return marks
 
 
 def _axis_row(end_ns: int, cell_ns: float, columns: int) -> str:
@@ -122,14 +199,14 @@ def _axis_row(end_ns: int, cell_ns: float, columns: int) -> str:
 def _legend(tasks: Sequence[Sequence[RankTask]], width: int) -> Iterator[Text]:
     kinds = {task.kind for row in tasks for task in row}
     line = Text()
-    for kind in (kind for kind in PASSES if kind in kinds):
+    for kind in (kind for kind in MARKS if kind in kinds):
         colour = shade_of(kind, 0)
         style = Style(color=ink_on(colour), bgcolor=colour)
         words = f" {words_for(kind)}"
         if line and len(line) + 4 + len(words) > width:
             yield line
             line = Text()
-        line = line + Text.assemble("   " if line else "", (PASSES[kind], style), words)
+        line = line + Text.assemble("   " if line else "", (MARKS[kind], style), words)
     if any(task.turn for row in tasks for task in row):
         words = "small: later stages of a rank"
         if len(line) + 3 + len(words) > width:

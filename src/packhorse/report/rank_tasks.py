@@ -1,7 +1,8 @@
 """What pictures of several ranks show of a span: its letter, its microbatch, how far down its rank.
 
-In: timelines, one for each rank, whose compute spans are named `kind stage@microbatch`. Out: for
-each rank its `RankTask`s in order. A rank's stages are told apart by their turn: 0 for its first.
+In: timelines, one for each rank, whose compute spans are named `kind stage@microbatch`, and those
+that sum gradients over replicas `all-reduce, what of`. Out: for each rank its `RankTask`s in order.
+A rank's stages are told apart by their turn: 0 for its first.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from packhorse.report.colours import colour_of, fade
-from packhorse.timeline.names import words_for
+from packhorse.timeline.names import ALL_REDUCE, words_for
 from packhorse.timeline.spec import Timeline
 
 PASSES: Final[Mapping[str, str]] = {
@@ -21,12 +22,13 @@ PASSES: Final[Mapping[str, str]] = {
     "input_grad": "I",
     "weight_grad": "W",
 }
+MARKS: Final[Mapping[str, str]] = {**PASSES, ALL_REDUCE: "A"}
 _MOST_FADED: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """One pass of a microbatch through a stage, as pictures show it."""
+    """One pass of a microbatch through a stage, or an all-reduce, as pictures show it."""
 
     kind: str
     stage: str
@@ -38,7 +40,7 @@ class RankTask:
     @property
     def letter(self) -> str:
         """One letter for its kind: capital on the rank's first stage, small on later ones."""
-        letter = PASSES.get(self.kind, "?")
+        letter = MARKS.get(self.kind, "?")
         return letter.lower() if self.turn else letter
 
     @property
@@ -49,6 +51,8 @@ class RankTask:
     @property
     def words(self) -> str:
         """What it is, in words."""
+        if self.kind == ALL_REDUCE:
+            return f"{words_for(self.kind)}, {self.stage}"
         return f"{words_for(self.kind)}, stage {self.stage}, microbatch {self.microbatch}"
 
 
@@ -60,6 +64,25 @@ def shade_of(kind: str, turn: int) -> str:
 def list_rank_tasks(timelines: Sequence[Timeline]) -> list[list[RankTask]]:
     """List what each rank computes, in order; what does not compute a stage is left out."""
     return [_list_one(timeline) for timeline in timelines]
+
+
+def list_reductions(timelines: Sequence[Timeline]) -> list[list[RankTask]]:
+    """List for each rank when gradients are summed over replicas, in order."""
+    return [
+        [
+            RankTask(
+                kind=ALL_REDUCE,
+                stage=span.name.partition(", ")[2],
+                microbatch="",
+                turn=0,
+                start_ns=span.start_ns,
+                end_ns=span.end_ns,
+            )
+            for span in timeline.spans
+            if span.kind == ALL_REDUCE
+        ]
+        for timeline in timelines
+    ]
 
 
 def _list_one(timeline: Timeline) -> list[RankTask]:

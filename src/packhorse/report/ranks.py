@@ -3,8 +3,10 @@
 In: a timeline for each rank, and a note for each. Out: an SVG in the look of the other pictures. A
 box has the number of its microbatch, where the longest of them has room; boxes of a rank's later
 stages are paler. A row has a ground from its first task to its last, so that what a rank idles in
-its own span and what the flush costs are told apart. Where tasks are narrower than a pixel, a
-column shows the mean colour of those in it, so that a picture of a million tasks stays small.
+its own span and what the flush costs are told apart. Sums of gradients over replicas, which run
+beside computing, lie along the lower edge of a row. Where tasks of a rank are narrower than a
+pixel, rows become areas: each kind is as high in a column as the share of its time there, and what
+is left of the height is idle. So a picture of a million tasks stays small.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from xml.sax.saxutils import escape
 
 from packhorse.report.axes import time_ticks
 from packhorse.report.colours import ink_on
-from packhorse.report.rank_tasks import PASSES, RankTask, list_rank_tasks, shade_of
+from packhorse.report.rank_tasks import (
+    MARKS,
+    RankTask,
+    list_rank_tasks,
+    list_reductions,
+    shade_of,
+)
 from packhorse.report.svg import CHAR, MARGIN, WIDTH, draw_box, draw_page, draw_text
 from packhorse.timeline.names import words_for
 from packhorse.timeline.spec import Timeline
@@ -29,8 +37,9 @@ _LEAST_HEIGHT: Final = (8, 1)
 _TEXT_HEIGHT: Final = 14
 _SEEN: Final = 1.5  # pixels that a task has on average, or columns are drawn
 _COLUMN: Final = 3
-_LEVELS: Final = 20
+_STEP: Final = 0.5
 _MOST_TIPS: Final = 6000
+_STRIP: Final = 0.4  # of a row's height
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +75,8 @@ def draw_ranks(
         notes: a few words for each rank, shown behind its row; none for no notes.
         notes_head: what the notes are.
     """
-    tasks = list_rank_tasks(timelines)
-    longest_ns = max((task.end_ns for row in tasks for task in row), default=0)
+    tasks, reductions = list_rank_tasks(timelines), list_reductions(timelines)
+    longest_ns = max((task.end_ns for row in (*tasks, *reductions) for task in row), default=0)
     note_width = max((CHAR * len(note) for note in (*notes, notes_head)), default=0.0)
     height, gap = next(
         ((height, gap) for most, height, gap in _HEIGHTS if len(tasks) <= most), _LEAST_HEIGHT
@@ -83,7 +92,7 @@ def draw_ranks(
         f"<title>{escape(title)}</title>",
         draw_text(MARGIN, 32, title, "ink title"),
         draw_text(WIDTH - MARGIN, 32, facts, "soft", anchor="end"),
-        *_draw_legend(tasks),
+        *_draw_legend([*tasks, *reductions]),
         *_draw_axis(frame, bottom),
     ]
     if notes_head:
@@ -91,6 +100,7 @@ def draw_ranks(
     tips = sum(map(len, tasks)) <= _MOST_TIPS
     label_width = CHAR * max((len(task.microbatch) for rank in tasks for task in rank), default=0)
     every = -(-12 // (height + gap))
+    in_areas = any(_is_crowded(frame, rank) for rank in tasks)
     for row, rank in enumerate(tasks):
         base = frame.y(row) + height / 2 + 4
         if row % every == 0:
@@ -103,11 +113,17 @@ def draw_ranks(
         first, last = frame.x(rank[0].start_ns), frame.x(rank[-1].end_ns)
         ground = f'y="{frame.y(row):.1f}" width="{last - first:.1f}" height="{height}"'
         parts.append(f'<rect class="row" x="{first:.1f}" {ground}/>')
-        if last - first < _SEEN * len(rank):
-            parts += _draw_columns(frame, row, rank)
+        if in_areas:
+            parts += _draw_areas(frame, row, rank)
         else:
             parts += _draw_boxes(frame, row, rank, label_width=label_width, tips=tips)
+        parts += _draw_strips(frame, row, reductions[row])
     return draw_page(bottom + 32, parts)
+
+
+def _is_crowded(frame: _Frame, tasks: Sequence[RankTask]) -> bool:
+    span = frame.x(tasks[-1].end_ns) - frame.x(tasks[0].start_ns) if tasks else 0.0
+    return span < _SEEN * len(tasks)
 
 
 def _draw_legend(tasks: Sequence[Sequence[RankTask]]) -> list[str]:
@@ -117,11 +133,11 @@ def _draw_legend(tasks: Sequence[Sequence[RankTask]]) -> list[str]:
             turns[task.kind] = max(turns.get(task.kind, 0), task.turn)
     parts: list[str] = []
     x = float(MARGIN)
-    for kind in (kind for kind in PASSES if kind in turns):
+    for kind in (kind for kind in MARKS if kind in turns):
         for turn in range(min(turns[kind], 3) + 1):
             parts.append(draw_box(x, 49, 10, 10, shade_of(kind, turn), radius=2))
             x += 12
-        label = f"{PASSES[kind]} {words_for(kind)}"
+        label = f"{MARKS[kind]} {words_for(kind)}"
         parts.append(draw_text(x + 4, 58, label, "ink"))
         x += 4 + CHAR * len(label) + 18
     if any(turns.values()):
@@ -165,37 +181,68 @@ def _draw_boxes(
     return parts
 
 
-def _draw_columns(frame: _Frame, row: int, tasks: Sequence[RankTask]) -> list[str]:
-    """Draw the mean colour of each column, as opaque as it is busy; equal neighbours as one."""
+def _draw_strips(frame: _Frame, row: int, tasks: Sequence[RankTask]) -> list[str]:
+    """Draw the sums of gradients along the lower edge; those without a gap that is seen as one."""
+    joined: list[tuple[float, float, list[str]]] = []
+    for task in tasks:
+        start, stop = frame.x(task.start_ns), frame.x(task.end_ns)
+        if joined and start - joined[-1][1] < 1:
+            first, _, words = joined[-1]
+            joined[-1] = first, stop, [*words, task.words]
+        else:
+            joined.append((start, stop, [task.words]))
+    height = max(frame.height * _STRIP, 3)
+    y = frame.y(row) + frame.height - height
+    return [
+        f"<g><title>{escape('; '.join(words))}</title>"
+        f"{draw_box(start, y, max(stop - start, 0.5), height, tasks[0].colour)}</g>"
+        for start, stop, words in joined
+    ]
+
+
+def _draw_areas(frame: _Frame, row: int, tasks: Sequence[RankTask]) -> list[str]:
+    """Draw how much of each column each colour fills, one above the other; equal neighbours as one.
+
+    Heights are whole steps, rounded so that a column is as high as all that is in it.
+    """
     num_columns = int((frame.right - _LEFT) / _COLUMN) + 1
-    sums = [[0.0, 0.0, 0.0, 0.0] for _ in range(num_columns)]
+    looks = sorted({(list(MARKS).index(task.kind), task.turn, task.colour) for task in tasks})
+    places = {look[-1]: place for place, look in enumerate(looks)}
+    shares = [[0.0] * num_columns for _ in looks]
     for task in tasks:
         start = (frame.x(task.start_ns) - _LEFT) / _COLUMN
         stop = (frame.x(task.end_ns) - _LEFT) / _COLUMN
-        channels = [int(task.colour[at : at + 2], 16) for at in (1, 3, 5)]
+        own = shares[places[task.colour]]
         for column in range(int(start), min(int(stop) + 1, num_columns)):
-            covered = min(stop, column + 1) - max(start, column)
-            for channel, value in enumerate((*channels, 1)):
-                sums[column][channel] += covered * value
-    looks = [_mix(*column) for column in sums]
-    edges = [0, *(at + 1 for at, (a, b) in enumerate(pairwise(looks)) if a != b), num_columns]
-    shapes: dict[str, list[str]] = {}
+            own[column] += min(stop, column + 1) - max(start, column)
+    tops = [0] * num_columns
+    filled = [0.0] * num_columns
+    num_steps = round(frame.height / _STEP)
+    parts: list[str] = []
+    for (_, _, colour), own in zip(looks, map(_smooth, shares), strict=True):
+        filled = [low + share for low, share in zip(filled, own, strict=True)]
+        ends = [min(round(share * num_steps), num_steps) for share in filled]
+        path = _trace_area(frame, row, tops, ends)
+        if path:
+            parts.append(f'<path d="{path}" fill="{colour}"/>')
+        tops = ends
+    return parts
+
+
+def _smooth(shares: Sequence[float]) -> list[float]:
+    # Columns and tasks of nearly the same length would beat against each other.
+    padded = [shares[0], *shares, shares[-1]]
+    return [sum(padded[at : at + 3]) / 3 for at in range(len(shares))]
+
+
+def _trace_area(frame: _Frame, row: int, tops: Sequence[int], ends: Sequence[int]) -> str:
+    pairs = list(zip(tops, ends, strict=True))
+    edges = [0, *(at + 1 for at, (a, b) in enumerate(pairwise(pairs)) if a != b), len(pairs)]
+    path: list[str] = []
     for start, stop in pairwise(edges):
-        look = looks[start]
-        if look is not None:
-            width = (stop - start) * _COLUMN
-            shapes.setdefault(look, []).append(
-                f"M{_LEFT + start * _COLUMN} {frame.y(row):.0f}h{width}v{frame.height}h-{width}z"
-            )
-    return [f'<path d="{"".join(path)}" {look}/>' for look, path in shapes.items()]
-
-
-def _mix(red: float, green: float, blue: float, covered: float) -> str | None:
-    """Give the look of a column, in few enough steps that neighbours are often equal."""
-    opacity = round(covered * _LEVELS)
-    if not opacity:
-        return None
-    step = 255 / _LEVELS
-    mean = (round(round(each / covered / step) * step) for each in (red, green, blue))
-    colour = "#" + "".join(f"{min(each, 255):02x}" for each in mean)
-    return f'fill="{colour}" fill-opacity="{min(opacity / _LEVELS, 1):.2g}"'
+        top, end = pairs[start]
+        if end > top:
+            width, height = (stop - start) * _COLUMN, (end - top) * _STEP
+            y = frame.y(row) + top * _STEP
+            path.append(f"M{_LEFT + start * _COLUMN} {y:g}h{width}v{height:g}h-{width}z")
+    return "".join(path)

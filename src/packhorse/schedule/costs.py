@@ -22,12 +22,14 @@ class Cost:
     """What one microbatch costs in one stretch of the model.
 
     `saved_bytes` are held from the start of its Forward to the end of its Backward or WeightGrad.
+    `reduce_ns` is what summing the gradients over all replicas takes, once a step.
     """
 
     forward_ns: int
     input_grad_ns: int
     weight_grad_ns: int
     saved_bytes: int
+    reduce_ns: int = 0
 
     @property
     def backward_ns(self) -> int:
@@ -66,10 +68,13 @@ class Costs:
             _cut_column((part.input_grad_ns for part in self.parts), num_stages),
             _cut_column((part.weight_grad_ns for part in self.parts), num_stages),
             _cut_column((part.saved_bytes for part in self.parts), num_stages),
+            _cut_column((part.reduce_ns for part in self.parts), num_stages),
         )
         return tuple(
-            Cost(forward_ns=f, input_grad_ns=i, weight_grad_ns=w, saved_bytes=saved)
-            for f, i, w, saved in zip(*columns, strict=True)
+            Cost(
+                forward_ns=f, input_grad_ns=i, weight_grad_ns=w, saved_bytes=saved, reduce_ns=reduce
+            )
+            for f, i, w, saved, reduce in zip(*columns, strict=True)
         )
 
     def cross(self, num_stages: int) -> tuple[Crossing, ...]:

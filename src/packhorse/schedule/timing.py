@@ -26,12 +26,30 @@ from packhorse.schedule.spec import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """When a stage's gradients are summed over all replicas, beside computing."""
+
+    stage: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankTiming:
-    """What one rank does in a step: when each task of its order starts and ends."""
+    """What one rank does in a step: when each task of its order starts and ends.
+
+    `reductions` are in order; a rank that has no replicas has none.
+    """
 
     starts_ns: tuple[int, ...]
     ends_ns: tuple[int, ...]
     peak_bytes: int
+    reductions: tuple[Reduction, ...] = ()
+
+    @property
+    def end_ns(self) -> int:
+        """When all that it does has ended."""
+        return max((*self.ends_ns[-1:], *(each.end_ns for each in self.reductions)), default=0)
 
     @property
     def busy_ns(self) -> int:
@@ -57,8 +75,8 @@ class Timing:
 
     @property
     def makespan_ns(self) -> int:
-        """When the last task of all ranks ends: the step, with the flush."""
-        return max((rank.ends_ns[-1] for rank in self.ranks if rank.ends_ns), default=0)
+        """When the last task or reduction of all ranks ends: the step, with the flush."""
+        return max((rank.end_ns for rank in self.ranks), default=0)
 
     def bubble_of(self, rank: int) -> Fraction:
         """Share of the step in which a rank computes nothing."""

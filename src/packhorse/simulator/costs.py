@@ -90,6 +90,15 @@ class CostModel(Protocol):
         ...
 
 
+class MachineCosts(CostModel, Protocol):
+    """A cost model of a known machine, whose lanes are known with it."""
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that tasks run on."""
+        ...
+
+
 class KnownCosts:
     """The durations of the tasks of one program, worked out once, for other orders of them."""
 

@@ -18,7 +18,7 @@ from packhorse.errors import RuleError
 from packhorse.program.bulk import collector_waits
 from packhorse.program.program import Program
 from packhorse.program.tasks import Recv, Send
-from packhorse.simulator.costs import TaskCosts
+from packhorse.simulator.costs import MachineCosts
 from packhorse.simulator.engine import (
     Meeting,
     Times,
@@ -35,7 +35,9 @@ from packhorse.timeline.spec import Timeline
 
 
 @collector_waits()
-def simulate_ranks(programs: Sequence[Program], costs: Sequence[TaskCosts]) -> tuple[Timeline, ...]:
+def simulate_ranks(
+    programs: Sequence[Program], costs: Sequence[MachineCosts]
+) -> tuple[Timeline, ...]:
     """Predict a step of all ranks, behind another one, as the runtime runs it.
 
     Args:
@@ -85,7 +87,7 @@ def simulate_ranks(programs: Sequence[Program], costs: Sequence[TaskCosts]) -> t
 class _Rank:
     # A rank on its way through its program: at a meeting, or at the end with its times.
 
-    def __init__(self, program: Program, costs: TaskCosts) -> None:
+    def __init__(self, program: Program, costs: MachineCosts) -> None:
         workers, shared = lanes_of_run(program, costs.machine)
         footprints = find_footprints(program, costs=costs, shared=shared)
         self.program = program

@@ -57,6 +57,9 @@ KINDS: Final[tuple[str, ...]] = (
     "export",
 )
 
+ALL_REDUCE: Final = "all_reduce"
+"""The kind and the lane of what sums gradients over replicas: no task of a program, but of time."""
+
 LANES: Final[tuple[OwnLane, ...]] = (
     "compute",
     "update",
@@ -69,6 +72,7 @@ LANES: Final[tuple[OwnLane, ...]] = (
 _WORDS: Final[Mapping[str, str]] = {
     "disk_read": "read from disk",
     "disk_write": "write to disk",
+    "all_reduce": "all-reduce",
     "copy_in": "copy in",
     "copy_out": "copy out",
     "base": "process itself",

@@ -1,0 +1,91 @@
+"""A 70B decoder on 1,024 ranks that are not there: one command, on one core of this machine.
+
+The model is made without torch (`bench.paper_model`). `packhorse schedule --model` then cuts it
+into 64 stages, lowers 512 micro-batches to a program for each rank of one replica, verifies and
+simulates all of them together, and draws the step. Bars: the command succeeds and tells the peak of
+every rank; its time; the whole process at its largest; the size of the picture. Beside them: where
+the time goes, and what the step of either schedule looks like.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from bench.children import expect_done, run_command, work_folder
+from bench.paper_model import DecoderShape, make_decoder
+from bench.report import Bench, Figure, at_most, exactly, run_bench, shown
+from packhorse.model.files import format_model
+from packhorse.units import GIB, MIB, format_bytes, format_count, format_ns, format_percent
+
+SHAPE: Final = DecoderShape(
+    name="decoder-70b",
+    num_layers=80,
+    width=8192,
+    inner_width=28672,
+    kv_width=1024,
+    vocabulary=128_256,
+    rows=1,
+    length=4096,
+)
+NUM_RANKS: Final = 64
+NUM_REPLICAS: Final = 16
+NUM_MICROBATCHES: Final = 512
+NUM_QUICK_MICROBATCHES: Final = 128
+MACHINE: Final = "a100-80gb"
+SCHEDULES: Final = ("1f1b", "gpipe")
+WALL_NS: Final = 180 * 10**9
+PEAK_BYTES: Final = 8 * GIB
+PICTURE_BYTES: Final = 4 * MIB
+
+
+def measure(bench: Bench) -> None:
+    """Run the command for each schedule."""
+    count = NUM_QUICK_MICROBATCHES if bench.quick else NUM_MICROBATCHES
+    with work_folder("paper") as folder:
+        model = folder / "model.json"
+        model.write_text(format_model(make_decoder(SHAPE)), encoding="utf-8")
+        for name in SCHEDULES[:1] if bench.quick else SCHEDULES:
+            bench.say(f"{name}, {count} micro-batches")
+            title = f"{name}, {NUM_REPLICAS} x {NUM_RANKS} ranks, {count} micro-batches each"
+            bench.add(title, run_whole_way(folder, model, name, count))
+
+
+def run_whole_way(folder: Path, model: Path, name: str, num_microbatches: int) -> list[Figure]:
+    """Run one command in a child, and hold what it took against the bars."""
+    picture = folder / f"{name}.svg"
+    begin_ns = time.monotonic_ns()
+    done = run_command(
+        [
+            *("schedule", name, "--model", str(model), "--machine", MACHINE),
+            *("--ranks", str(NUM_RANKS), "--replicas", str(NUM_REPLICAS)),
+            *("--microbatches", str(num_microbatches), "--svg", str(picture)),
+        ],
+        folder=folder,
+    )
+    wall_ns = time.monotonic_ns() - begin_ns
+    told: Any = expect_done(done, "schedule").answer
+    assert done.peak_bytes is not None
+    return [
+        exactly("ranks of all replicas", told["ranks_of_all"], NUM_RANKS * NUM_REPLICAS),
+        exactly("ranks with a peak", len(told["peak_bytes"]), NUM_RANKS),
+        at_most("wall, imports counted", wall_ns, WALL_NS, show=format_ns),
+        at_most("the process at its largest", done.peak_bytes, PEAK_BYTES, show=format_bytes),
+        at_most("picture", picture.stat().st_size, PICTURE_BYTES, show=format_bytes),
+        shown("tasks", told["tasks"], show=format_count),
+        *(shown(part, taken_s * 1e9, show=format_ns) for part, taken_s in told["taken_s"].items()),
+        shown("step", told["step_ns"], show=format_ns),
+        shown("idle", told["bubble"], show=format_percent),
+        shown(
+            f"peak of rank {told['fullest_rank']}, the fullest",
+            max(told["peak_bytes"]),
+            show=format_bytes,
+        ),
+        shown("ranks that recompute", sum(told["recomputes"])),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(run_bench("paper", __doc__.splitlines()[0], measure))
