@@ -63,7 +63,7 @@ def probe(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this machine and write machine.json; under torchrun all ranks' and the links."""
+    """Measure this machine; under torchrun all ranks and links."""
     from packhorse.cli.screen import Screen
     from packhorse.machine.budget import parse_budget
     from packhorse.runtime.transport.seats import is_seated
