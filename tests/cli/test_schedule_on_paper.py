@@ -15,7 +15,6 @@ from packhorse.machine.spec import PeerLink
 from packhorse.model.files import format_model
 from packhorse.report.svg import WIDTH
 from packhorse.schedule.csv_text import parse_csv
-from packhorse.search.ranks import RankLink
 
 SIZES = ("--ranks", 4, "--microbatches", 8)
 
@@ -133,8 +132,8 @@ def test_a_model_needs_a_schedule(shell, model_path):
 
 
 def test_links_as_typed():
-    assert read_link("25GB, 5us") == RankLink(bytes_per_s=25e9, latency_ns=5000)
-    assert read_link("1GB/s") == RankLink(bytes_per_s=1e9)
+    assert read_link("25GB, 5us") == PeerLink(peer=0, bytes_per_s=25e9, latency_ns=5000)
+    assert read_link("1GB/s") == PeerLink(peer=0, bytes_per_s=1e9, latency_ns=0)
     for text in ("", "25GB,", "25GB,5", "0", "25GB,5h"):
         with pytest.raises(InputError, match="is no link"):
             read_link(text)
@@ -144,5 +143,5 @@ def test_links_as_typed():
         PeerLink(peer=at, bytes_per_s=rate, latency_ns=7) for at, rate in enumerate((3e9, 2e9))
     )
     link, words = choose_link(None, replace(machine, peers=peers))
-    assert link == RankLink(bytes_per_s=2e9, latency_ns=7)
+    assert link == PeerLink(peer=0, bytes_per_s=2e9, latency_ns=7)
     assert words.endswith("the slowest of h200")

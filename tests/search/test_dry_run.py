@@ -8,28 +8,28 @@ import pytest
 
 from packhorse.errors import InputError
 from packhorse.machine.catalogue import load_known_machine
+from packhorse.machine.spec import PeerLink
 from packhorse.schedule.costs import even_costs
 from packhorse.schedule.families import make_named
 from packhorse.schedule.timing import time_schedule
-from packhorse.search.dry_run import Cluster, cut_for, find_dtype, lower_cut
-from packhorse.search.ranks import RankLink
+from packhorse.search.dry_run import Fleet, cut_for, find_dtype, lower_cut
 from packhorse.simulator.joint import simulate_ranks
 from packhorse.verifier.joint import verify_ranks
 from tests.search.toy_search import ADAMW
 from tests.support.models import make_model
 
 MACHINE = load_known_machine("rtx-4090")
-LINK = RankLink(bytes_per_s=1e12)
+LINK = PeerLink(peer=0, bytes_per_s=1e12, latency_ns=0)
 
 
-def make_cluster(num_ranks, *, budget_bytes=None, num_replicas=1):
+def make_fleet(num_ranks, *, budget_bytes=None, num_replicas=1):
     tiers = MACHINE.tiers
     if budget_bytes is not None:
         tiers = tuple(
             replace(tier, budget_bytes=budget_bytes) if tier.name == "device" else tier
             for tier in tiers
         )
-    return Cluster(
+    return Fleet(
         machine=replace(MACHINE, tiers=tiers),
         link=LINK,
         num_ranks=num_ranks,
@@ -46,9 +46,9 @@ MODEL = make_model(num_layers=14, hidden=2048, vocabulary=2048, length=2048, hal
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "dualpipe-v"])
 def test_programs_take_as_long_as_the_schedule_with_the_stages_costs(name):
-    cluster = make_cluster(4)
-    cut = cut_for(MODEL, cluster, make_schedule(name, 4, 12), optimizer=ADAMW)
-    ranks = list(lower_cut(cut, cluster, optimizer=ADAMW))
+    fleet = make_fleet(4)
+    cut = cut_for(MODEL, fleet, make_schedule(name, 4, 12), optimizer=ADAMW)
+    ranks = list(lower_cut(cut, fleet, optimizer=ADAMW))
     programs = [each.program for each in ranks]
     verify_ranks(programs, [each.part for each in ranks])
     timelines = simulate_ranks(programs, [each.costs for each in ranks])
@@ -59,22 +59,22 @@ def test_programs_take_as_long_as_the_schedule_with_the_stages_costs(name):
 
 
 def test_each_rank_has_its_own_blocks_and_all_states_in_its_device():
-    cluster = make_cluster(4, num_replicas=8)
-    cut = cut_for(MODEL, cluster, make_schedule("1f1b", 4, 6), optimizer=ADAMW)
-    ranks = list(lower_cut(cut, cluster, optimizer=ADAMW))
+    fleet = make_fleet(4, num_replicas=8)
+    cut = cut_for(MODEL, fleet, make_schedule("1f1b", 4, 6), optimizer=ADAMW)
+    ranks = list(lower_cut(cut, fleet, optimizer=ADAMW))
     names = [block.name for each in ranks for block in each.part.blocks]
     assert names == [block.name for block in MODEL.blocks]
     for rank, each in enumerate(ranks):
         assert each.program.rank == rank
         assert each.program.num_microbatches == 6
         assert {buffer.home for buffer in each.program.buffers.values()} <= {None, "device"}
-        assert each.plan.budget_bytes["device"] == cluster.budget_bytes
+        assert each.plan.budget_bytes["device"] == fleet.budget_bytes
 
 
 def test_every_block_of_a_rank_recomputes_that_has_something_to_recompute():
-    cut = cut_for(MODEL, make_cluster(4), make_schedule("gpipe", 4, 16), optimizer=ADAMW)
+    cut = cut_for(MODEL, make_fleet(4), make_schedule("gpipe", 4, 16), optimizer=ADAMW)
     needed = min(share.kept_need_bytes for share in cut.cuts.shares)
-    tight = make_cluster(4, budget_bytes=needed)
+    tight = make_fleet(4, budget_bytes=needed)
     cut = cut_for(MODEL, tight, make_schedule("gpipe", 4, 16), optimizer=ADAMW)
     ranks = list(lower_cut(cut, tight, optimizer=ADAMW))
     verify_ranks([each.program for each in ranks], [each.part for each in ranks])
@@ -89,7 +89,7 @@ def test_a_machine_without_a_budget_is_refused():
     with pytest.raises(InputError, match="grants its device no memory"):
         cut_for(
             MODEL,
-            make_cluster(2, budget_bytes=0),
+            make_fleet(2, budget_bytes=0),
             make_schedule("gpipe", 2, 2),
             optimizer=ADAMW,
         )

@@ -1,6 +1,6 @@
 """The link between two ranks, as people type it: `--link 25GB,5us`.
 
-In: a text, or none, and the machine. Out: a `RankLink` and words that say where it is from. Without
+In: a text, or none, and the machine. Out: a `PeerLink` and words that say where it is from. Without
 a text it is the slowest link to another rank that the machine knows; without any of those, what a
 network of 100 Gbit/s does.
 """
@@ -11,16 +11,15 @@ import re
 from typing import Final
 
 from packhorse.errors import InputError
-from packhorse.machine.spec import Machine
-from packhorse.search.ranks import RankLink
+from packhorse.machine.spec import Machine, PeerLink
 from packhorse.units import format_ns, parse_bytes
 
-ASSUMED: Final = RankLink(bytes_per_s=12.5e9, latency_ns=10_000)
+ASSUMED: Final = PeerLink(peer=0, bytes_per_s=12.5e9, latency_ns=10_000)
 _UNITS_NS: Final = {"ns": 1, "us": 1_000, "ms": 1_000_000}
 _LATENCY: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|ms)")
 
 
-def choose_link(text: str | None, machine: Machine) -> tuple[RankLink, str]:
+def choose_link(text: str | None, machine: Machine) -> tuple[PeerLink, str]:
     """Give the link, and say what it is and why.
 
     Raises:
@@ -31,12 +30,12 @@ def choose_link(text: str | None, machine: Machine) -> tuple[RankLink, str]:
         return link, describe_link(link)
     if machine.peers:
         slowest = min(machine.peers, key=lambda peer: peer.bytes_per_s)
-        link = RankLink(bytes_per_s=slowest.bytes_per_s, latency_ns=slowest.latency_ns)
+        link = PeerLink(peer=0, bytes_per_s=slowest.bytes_per_s, latency_ns=slowest.latency_ns)
         return link, f"{describe_link(link)}, the slowest of {machine.name}"
     return ASSUMED, f"{describe_link(ASSUMED)}, assumed: give --link"
 
 
-def read_link(text: str) -> RankLink:
+def read_link(text: str) -> PeerLink:
     """Read a rate in each direction and, behind a comma, a latency.
 
     Raises:
@@ -55,10 +54,10 @@ def read_link(text: str) -> RankLink:
             fix="write bytes per second in each direction, and a latency: 25GB,5us",
         )
     latency_ns = 0 if found is None else round(float(found[1]) * _UNITS_NS[found[2]])
-    return RankLink(bytes_per_s=bytes_per_s, latency_ns=latency_ns)
+    return PeerLink(peer=0, bytes_per_s=bytes_per_s, latency_ns=latency_ns)
 
 
-def describe_link(link: RankLink) -> str:
+def describe_link(link: PeerLink) -> str:
     """Say a link's rate and latency."""
     latency = f" after {format_ns(link.latency_ns)}" if link.latency_ns else ""
     return f"{link.bytes_per_s / 1e9:.3g} GB/s each way{latency}"

@@ -60,7 +60,7 @@ PaperMachine = Annotated[
         " Absent: this machine, probed.",
     ),
 ]
-RankLinkText = Annotated[
+LinkText = Annotated[
     str | None,
     typer.Option(
         "--link",
@@ -97,7 +97,7 @@ def show_schedule(
     model: PaperModel = None,
     machine: PaperMachine = None,
     budget: BudgetText = None,
-    link: RankLinkText = None,
+    link: LinkText = None,
     svg: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw it as an SVG picture.")
     ] = None,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from packhorse.model.spec import Model
     from packhorse.plan.spec import OptimizerPlan
     from packhorse.program.buffers import PoolId
-    from packhorse.search.dry_run import Cluster, CutModel, RankProgram
+    from packhorse.search.dry_run import CutModel, Fleet, RankProgram
     from packhorse.timeline.spec import Span, Timeline
 
 Part = Literal["read", "cut", "lower", "verify", "simulate", "draw"]
@@ -47,7 +47,7 @@ class DryRun:
     """
 
     cut: CutModel
-    cluster: Cluster
+    fleet: Fleet
     link_words: str
     num_blocks: tuple[int, ...]
     num_tasks: tuple[int, ...]
@@ -60,7 +60,7 @@ class DryRun:
     @property
     def replicas(self) -> Replicas:
         """The schedule and its replicas."""
-        return Replicas(first=self.cut.schedule, count=self.cluster.num_replicas)
+        return Replicas(first=self.cut.schedule, count=self.fleet.num_replicas)
 
     @property
     def step_ns(self) -> int:
@@ -86,7 +86,7 @@ class DryRun:
     def tokens_per_s(self) -> float:
         """Tokens of all replicas."""
         model, schedule = self.cut.model, self.cut.schedule
-        rows = model.rows * schedule.num_microbatches * self.cluster.num_replicas
+        rows = model.rows * schedule.num_microbatches * self.fleet.num_replicas
         return rows * model.length * 1e9 / max(self.step_ns, 1)
 
 
@@ -175,7 +175,7 @@ def dry_run(
     from packhorse.cli.schedule_reading import need_sizes, take_schedule
     from packhorse.model.files import read_model
     from packhorse.schedule.finding import SEARCHED
-    from packhorse.search.dry_run import Cluster, cut_and_search, cut_for, lower_cut
+    from packhorse.search.dry_run import Fleet, cut_and_search, cut_for, lower_cut
     from packhorse.simulator.joint import simulate_ranks
     from packhorse.verifier.joint import verify_ranks
 
@@ -186,7 +186,7 @@ def dry_run(
         optimizer = _plan_optimizer(model)
     with laps.time("cut"):
         tell("cutting", 0, None)
-        cluster = Cluster(
+        fleet = Fleet(
             machine=machine,
             link=link,
             num_ranks=request.num_ranks or 0,
@@ -195,17 +195,17 @@ def dry_run(
         if request.name == SEARCHED:
             _need_no_stages(request)
             num_ranks, num_microbatches = need_sizes(request)
-            cluster = replace(cluster, num_ranks=num_ranks)
-            cut = cut_and_search(model, cluster, num_microbatches, optimizer=optimizer)
+            fleet = replace(fleet, num_ranks=num_ranks)
+            cut = cut_and_search(model, fleet, num_microbatches, optimizer=optimizer)
         else:
             schedule, _ = take_schedule(request)
-            cluster = replace(cluster, num_ranks=schedule.num_ranks)
-            cut = cut_for(model, cluster, schedule, optimizer=optimizer)
+            fleet = replace(fleet, num_ranks=schedule.num_ranks)
+            cut = cut_for(model, fleet, schedule, optimizer=optimizer)
     with laps.time("lower"):
         ranks: list[RankProgram] = []
-        for each in lower_cut(cut, cluster, optimizer=optimizer):
+        for each in lower_cut(cut, fleet, optimizer=optimizer):
             ranks.append(each)
-            tell("lowering", len(ranks), cluster.num_ranks)
+            tell("lowering", len(ranks), fleet.num_ranks)
     programs = [each.program for each in ranks]
     with laps.time("verify"):
         tell("verifying", 0, None)
@@ -217,7 +217,7 @@ def dry_run(
         timelines = simulate_ranks(programs, [each.costs for each in ranks])
     return DryRun(
         cut=cut,
-        cluster=cluster,
+        fleet=fleet,
         link_words=link_words,
         num_blocks=tuple(len(each.part.blocks) for each in ranks),
         num_tasks=tuple(len(program.tasks) for program in programs),
@@ -275,7 +275,9 @@ def _show_stages(timeline: Timeline, rank: RankProgram, cut: CutModel) -> Timeli
     from packhorse.simulator.replicas import show_reductions
     from packhorse.timeline.names import ALL_REDUCE, words_for
 
-    stage_of = {block: stage for stage, blocks in enumerate(cut.stages) for block in blocks}
+    stage_of = {
+        block: stage for stage, blocks in enumerate(cut.pipeline.stages) for block in blocks
+    }
     stages = [stage_of[block] for block in number_globally(rank.part)]
     tasks: Sequence[object] = rank.program.tasks
     spans = [
@@ -305,14 +307,14 @@ def _join(spans: Sequence[Span]) -> list[Span]:
 
 def _answer(name: str, run: DryRun, written: Sequence[Path]) -> dict[str, object]:
     replicas = run.replicas
-    ranks = range(run.cluster.num_ranks)
+    ranks = range(run.fleet.num_ranks)
     return {
         "name": name,
         "model": run.cut.model.name,
-        "machine": run.cluster.machine.name,
-        "link_bytes_per_s": run.cluster.link.bytes_per_s,
-        "link_latency_ns": run.cluster.link.latency_ns,
-        "ranks": run.cluster.num_ranks,
+        "machine": run.fleet.machine.name,
+        "link_bytes_per_s": run.fleet.link.bytes_per_s,
+        "link_latency_ns": run.fleet.link.latency_ns,
+        "ranks": run.fleet.num_ranks,
         "stages": run.cut.schedule.num_stages,
         "microbatches": run.cut.schedule.num_microbatches,
         "replicas": replicas.count,
@@ -326,7 +328,7 @@ def _answer(name: str, run: DryRun, written: Sequence[Path]) -> dict[str, object
         "bubble": run.bubble,
         "bubble_of_rank": [run.bubble_of(rank) for rank in ranks],
         "tokens_per_s": run.tokens_per_s,
-        "budget_bytes": run.cluster.budget_bytes,
+        "budget_bytes": run.fleet.budget_bytes,
         "peak_bytes": list(run.peak_bytes),
         "fullest_rank": run.fullest,
         "taken_s": dict(run.taken_s),

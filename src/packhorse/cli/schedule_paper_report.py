@@ -42,13 +42,13 @@ def describe_dry_run(run: DryRun) -> str:
 
 def list_facts(run: DryRun) -> tuple[str, ...]:
     """Say what there is of it, who is the fullest, and what all of that rests upon."""
-    cluster, fullest = run.cluster, run.fullest
-    peak = format_part(run.peak_bytes[fullest], cluster.budget_bytes)
-    num_ranks = count_words(cluster.num_ranks, "rank")
+    fleet, fullest = run.fleet, run.fullest
+    peak = format_part(run.peak_bytes[fullest], fleet.budget_bytes)
+    num_ranks = count_words(fleet.num_ranks, "rank")
     num_again = sum(share.recomputes for share in run.cut.cuts.shares)
     words = f"fullest: rank {fullest}, {peak}; {num_again} of {num_ranks} recompute"
     others: tuple[str, ...] = ()
-    if cluster.num_replicas > 1:
+    if fleet.num_replicas > 1:
         spans = run.timelines[fullest].spans
         taken_ns = sum(span.duration_ns for span in spans if span.kind == ALL_REDUCE)
         others = (describe_replicas(run.replicas),)
@@ -57,7 +57,7 @@ def list_facts(run: DryRun) -> tuple[str, ...]:
         *others,
         words,
         f"links between ranks: {run.link_words}",
-        f"times of blocks: estimated for {cluster.machine.name}",
+        f"times of blocks: estimated for {fleet.machine.name}",
         "updates: AdamW with clipping, all states in the device",
     )
 
@@ -72,7 +72,7 @@ def note_ranks(run: DryRun) -> tuple[str, ...]:
 
 def rank_table(run: DryRun) -> Table:
     """Give a row for each rank, or of many for some, with the fullest; and one for all."""
-    num_ranks = run.cluster.num_ranks
+    num_ranks = run.fleet.num_ranks
     shown = set(range(num_ranks))
     if num_ranks > _MOST_ROWS:
         shown = {0, run.fullest, num_ranks - 1}

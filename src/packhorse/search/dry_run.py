@@ -1,6 +1,6 @@
 """A model on ranks that nobody has: cut into stages, planned and lowered, one replica of many.
 
-In: a model, a `Cluster` of equal machines, a schedule or the wish to search for one. Out: where the
+In: a model, a `Fleet` of equal machines, a schedule or the wish to search for one. Out: where the
 model is cut, and each rank's part, plan, program and costs, for the verifier and the simulator.
 Everything is on paper: block times are estimates, and all states of a rank stay in its device.
 
@@ -12,16 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from packhorse.compiler.lower import lower_plan
-from packhorse.compiler.runs import run_pipelined
 from packhorse.errors import InputError
+from packhorse.machine.cluster import link_all
 from packhorse.machine.spec import Machine, PeerLink
 from packhorse.model.parts import cut_model
-from packhorse.model.spec import BlockId, Model
+from packhorse.model.spec import Model
 from packhorse.plan.pins import Pins
-from packhorse.plan.spec import ActivationChoice, BlockPlan, Choice, OptimizerPlan, Plan
+from packhorse.plan.spec import (
+    SCHEDULED,
+    ActivationChoice,
+    BlockPlan,
+    Choice,
+    OptimizerPlan,
+    PipelinePlan,
+    Plan,
+)
 from packhorse.profile.analytic import estimate_profile
 from packhorse.profile.spec import Profile
 from packhorse.program.program import Program
@@ -29,7 +36,7 @@ from packhorse.schedule.costs import Costs
 from packhorse.schedule.finding import SEARCHED
 from packhorse.schedule.spec import Schedule
 from packhorse.search.pipeline import find_pipeline
-from packhorse.search.ranks import RankLink, RankSpec, link_all
+from packhorse.search.ranks import RankSpec
 from packhorse.search.space import Arithmetic, Candidate, Problem, build_plan, make_setting
 from packhorse.search.stage_costs import cost_stages
 from packhorse.search.stages import RankShare, StageCuts, cut_stages, make_cutter
@@ -42,11 +49,11 @@ CHUNK_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class Fleet:
     """So many replicas of so many ranks, all like `machine`, with a like link between any two."""
 
     machine: Machine
-    link: RankLink
+    link: PeerLink
     num_ranks: int
     num_replicas: int
 
@@ -68,10 +75,12 @@ class CutModel:
     costs: Costs
 
     @property
-    def stages(self) -> tuple[tuple[BlockId, ...], ...]:
-        """The blocks of each stage."""
-        return tuple(
-            tuple(map(BlockId, range(first, stop))) for first, stop in pairwise(self.cuts.bounds)
+    def pipeline(self) -> PipelinePlan:
+        """How the ranks of a replica share the model."""
+        return PipelinePlan(
+            name=Choice(value="on paper", because="asked for"),
+            schedule=self.schedule,
+            bounds=Choice(value=self.cuts.bounds, because="the smallest bottleneck that fits"),
         )
 
 
@@ -86,7 +95,7 @@ class RankProgram:
 
 
 def cut_for(
-    model: Model, cluster: Cluster, schedule: Schedule, *, optimizer: OptimizerPlan
+    model: Model, fleet: Fleet, schedule: Schedule, *, optimizer: OptimizerPlan
 ) -> CutModel:
     """Cut a model into the stages of a schedule.
 
@@ -95,8 +104,8 @@ def cut_for(
             has no matmul curve for a dtype of the model.
         DoesNotFitError: no cut keeps every rank within its budget.
     """
-    profile, ranks = _specify(model, cluster)
-    links = link_all(cluster.num_ranks, cluster.link)
+    profile, ranks = _specify(model, fleet)
+    links = link_all(fleet.num_ranks, fleet.link)
     cutter = make_cutter(model, ranks, links, optimizer=optimizer)
     cuts = cut_stages(cutter, schedule)
     return CutModel(
@@ -109,18 +118,18 @@ def cut_for(
 
 
 def cut_and_search(
-    model: Model, cluster: Cluster, num_microbatches: int, *, optimizer: OptimizerPlan
+    model: Model, fleet: Fleet, num_microbatches: int, *, optimizer: OptimizerPlan
 ) -> CutModel:
     """Search for a schedule of a model, and where it is cut.
 
     Raises:
         InputError, DoesNotFitError: as `cut_for`.
     """
-    profile, ranks = _specify(model, cluster)
+    profile, ranks = _specify(model, fleet)
     found = find_pipeline(
         model,
         ranks,
-        link_all(cluster.num_ranks, cluster.link),
+        link_all(fleet.num_ranks, fleet.link),
         num_microbatches=num_microbatches,
         optimizer=optimizer,
         names=(SEARCHED,),
@@ -130,33 +139,27 @@ def cut_and_search(
     )
 
 
-def lower_cut(
-    cut: CutModel, cluster: Cluster, *, optimizer: OptimizerPlan
-) -> Iterator[RankProgram]:
+def lower_cut(cut: CutModel, fleet: Fleet, *, optimizer: OptimizerPlan) -> Iterator[RankProgram]:
     """Plan and lower the part of each rank of one replica, in order.
 
     Raises:
         DoesNotFitError: a rank's values alone fill its budget.
     """
-    runs = run_pipelined(cut.model, cut.schedule, cut.stages)
-    peers = tuple(
-        PeerLink(
-            peer=rank, bytes_per_s=cluster.link.bytes_per_s, latency_ns=cluster.link.latency_ns
-        )
-        for rank in range(cluster.num_ranks)
-    )
-    machine = replace(cluster.machine, peers=peers)
-    parts = cut_model(cut.model, cut.cuts.owners)
+    peers = tuple(replace(fleet.link, peer=rank) for rank in range(fleet.num_ranks))
+    machine = replace(fleet.machine, peers=peers)
+    pipeline = cut.pipeline
+    parts = cut_model(cut.model, pipeline.owners)
     for part, share in zip(parts, cut.cuts.shares, strict=True):
         plan = plan_rank(
             part,
             share,
             cut.profile,
-            cluster,
+            fleet,
             optimizer=optimizer,
             num_microbatches=cut.schedule.num_microbatches,
         )
-        program = lower_plan(plan, part, "train_step", runs=runs)
+        plan = replace(plan, order=SCHEDULED, pipeline=pipeline)
+        program = lower_plan(plan, part, "train_step")
         costs = TaskCosts(
             machine=machine,
             profile=cut.profile,
@@ -170,9 +173,9 @@ def lower_cut(
             program=program,
             costs=ReplicaCosts(
                 costs,
-                num_replicas=cluster.num_replicas,
-                bytes_per_s=cluster.link.bytes_per_s,
-                latency_ns=cluster.link.latency_ns,
+                num_replicas=fleet.num_replicas,
+                bytes_per_s=fleet.link.bytes_per_s,
+                latency_ns=fleet.link.latency_ns,
             ),
         )
 
@@ -181,13 +184,13 @@ def plan_rank(
     part: Model,
     share: RankShare,
     profile: Profile,
-    cluster: Cluster,
+    fleet: Fleet,
     *,
     optimizer: OptimizerPlan,
     num_microbatches: int,
 ) -> Plan:
     """Plan one rank's part: everything stays in the device, blocks recompute where the cuts say."""
-    machine = cluster.machine
+    machine = fleet.machine
     problem = Problem(
         machine=machine,
         optimizer=optimizer,
@@ -214,11 +217,11 @@ def plan_rank(
         problem,
         setting,
         [False] * len(setting.moves),
-        budget_bytes={"device": cluster.budget_bytes, "host": 0, "disk": 0},
+        budget_bytes={"device": fleet.budget_bytes, "host": 0, "disk": 0},
         reason=lambda kind, index, value: "planned on paper",  # noqa: ARG005 the signature is `Reason`'s
     )
     value: ActivationChoice = "recompute" if share.recomputes else "keep"
-    needed = format_part(share.need_bytes, cluster.budget_bytes)
+    needed = format_part(share.need_bytes, fleet.budget_bytes)
     activations: Choice[ActivationChoice] = Choice(value=value, because=f"{needed} are needed")
     kept: Choice[ActivationChoice] = Choice(value="keep", because="nothing is saved")
     return replace(
@@ -243,19 +246,19 @@ def find_dtype(model: Model) -> str:
     return max(counts, key=lambda dtype: counts[dtype], default="float32")
 
 
-def _specify(model: Model, cluster: Cluster) -> tuple[Profile, tuple[RankSpec, ...]]:
-    if not cluster.budget_bytes:
+def _specify(model: Model, fleet: Fleet) -> tuple[Profile, tuple[RankSpec, ...]]:
+    if not fleet.budget_bytes:
         raise InputError(
-            f"{cluster.machine.name} grants its device no memory",
+            f"{fleet.machine.name} grants its device no memory",
             where="the machine of a rank",
             fix="take a machine with a budget for its tier `device`",
         )
-    profile = estimate_profile(model, cluster.machine)
+    profile = estimate_profile(model, fleet.machine)
     # Plans keep their heap, and give it more than what lives; cuts know what lives alone.
-    slack = 1 + cluster.machine.heap.keep_slack
+    slack = 1 + fleet.machine.heap.keep_slack
     spec = RankSpec(
         profile=profile,
-        budget_bytes=int(cluster.budget_bytes / slack),
-        time_factor=cluster.machine.compute_scale,
+        budget_bytes=int(fleet.budget_bytes / slack),
+        time_factor=fleet.machine.compute_scale,
     )
-    return profile, (spec,) * cluster.num_ranks
+    return profile, (spec,) * fleet.num_ranks
