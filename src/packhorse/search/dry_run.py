@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from packhorse.compiler.lower import lower_plan
-from packhorse.compiler.runs import run_pipelined
+from packhorse.compiler.passes.exchange import find_concerned
+from packhorse.compiler.runs import Run, run_pipelined
 from packhorse.errors import InputError
 from packhorse.machine.spec import Machine, PeerLink
 from packhorse.model.parts import cut_model
@@ -138,7 +139,7 @@ def lower_cut(
     Raises:
         DoesNotFitError: a rank's values alone fill its budget.
     """
-    runs = run_pipelined(cut.model, cut.schedule, cut.stages)
+    all_runs = run_pipelined(cut.model, cut.schedule, cut.stages)
     peers = tuple(
         PeerLink(
             peer=rank, bytes_per_s=cluster.link.bytes_per_s, latency_ns=cluster.link.latency_ns
@@ -147,7 +148,13 @@ def lower_cut(
     )
     machine = replace(cluster.machine, peers=peers)
     parts = cut_model(cut.model, cut.cuts.owners)
-    for part, share in zip(parts, cut.cuts.shares, strict=True):
+    # A rank's program follows from the runs that concern it: of many ranks' runs, a few.
+    runs_of: list[list[Run]] = [[] for _ in parts]
+    concerned = find_concerned(parts[0])
+    for run in all_runs:
+        for rank in concerned[run.block]:
+            runs_of[rank].append(run)
+    for runs, part, share in zip(runs_of, parts, cut.cuts.shares, strict=True):
         plan = plan_rank(
             part,
             share,
