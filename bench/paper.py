@@ -2,15 +2,17 @@
 
 The model is made without torch (`bench.paper_model`). `packhorse schedule --model` then cuts it
 into 64 stages, lowers 512 micro-batches to a program for each rank of one replica, verifies and
-simulates all of them together, and draws the step. Bars: the command succeeds and tells the peak of
-every rank; its time; the whole process at its largest; the size of the picture. Beside them: where
-the time goes, and what the step of either schedule looks like.
+simulates all of them together, and draws the step; then the same for 80 stages on 40 ranks, with
+backwards in halves. Bars: the command succeeds and tells the peak of every rank; its time; the
+whole process at its largest; the size of the picture. Beside them: where the time goes, and what
+the step looks like.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,37 +32,50 @@ SHAPE: Final = DecoderShape(
     rows=1,
     length=4096,
 )
-NUM_RANKS: Final = 64
 NUM_REPLICAS: Final = 16
 NUM_MICROBATCHES: Final = 512
 NUM_QUICK_MICROBATCHES: Final = 128
-MACHINE: Final = "a100-80gb"
-SCHEDULES: Final = ("1f1b", "gpipe")
 WALL_NS: Final = 180 * 10**9
 PEAK_BYTES: Final = 8 * GIB
 PICTURE_BYTES: Final = 4 * MIB
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A schedule on the ranks of one replica."""
+
+    schedule: str
+    machine: str
+    num_ranks: int
+
+
+CASES: Final = (
+    Case(schedule="1f1b", machine="a100-80gb", num_ranks=64),
+    Case(schedule="v-half", machine="h200", num_ranks=40),
+)
+
+
 def measure(bench: Bench) -> None:
-    """Run the command for each schedule."""
+    """Run the command for each case."""
     count = NUM_QUICK_MICROBATCHES if bench.quick else NUM_MICROBATCHES
     with work_folder("paper") as folder:
         model = folder / "model.json"
         model.write_text(format_model(make_decoder(SHAPE)), encoding="utf-8")
-        for name in SCHEDULES[:1] if bench.quick else SCHEDULES:
-            bench.say(f"{name}, {count} micro-batches")
-            title = f"{name}, {NUM_REPLICAS} x {NUM_RANKS} ranks, {count} micro-batches each"
-            bench.add(title, run_whole_way(folder, model, name, count))
+        for case in CASES[:1] if bench.quick else CASES:
+            ranks = f"{NUM_REPLICAS} x {case.num_ranks} ranks of {case.machine}"
+            title = f"{case.schedule}, {ranks}, {count} micro-batches each"
+            bench.say(title)
+            bench.add(title, run_whole_way(folder, model, case, count))
 
 
-def run_whole_way(folder: Path, model: Path, name: str, num_microbatches: int) -> list[Figure]:
+def run_whole_way(folder: Path, model: Path, case: Case, num_microbatches: int) -> list[Figure]:
     """Run one command in a child, and hold what it took against the bars."""
-    picture = folder / f"{name}.svg"
+    picture = folder / f"{case.schedule}.svg"
     begin_ns = time.monotonic_ns()
     done = run_command(
         [
-            *("schedule", name, "--model", str(model), "--machine", MACHINE),
-            *("--ranks", str(NUM_RANKS), "--replicas", str(NUM_REPLICAS)),
+            *("schedule", case.schedule, "--model", str(model), "--machine", case.machine),
+            *("--ranks", str(case.num_ranks), "--replicas", str(NUM_REPLICAS)),
             *("--microbatches", str(num_microbatches), "--svg", str(picture)),
         ],
         folder=folder,
@@ -69,8 +84,8 @@ def run_whole_way(folder: Path, model: Path, name: str, num_microbatches: int) -
     told: Any = expect_done(done, "schedule").answer
     assert done.peak_bytes is not None
     return [
-        exactly("ranks of all replicas", told["ranks_of_all"], NUM_RANKS * NUM_REPLICAS),
-        exactly("ranks with a peak", len(told["peak_bytes"]), NUM_RANKS),
+        exactly("ranks of all replicas", told["ranks_of_all"], case.num_ranks * NUM_REPLICAS),
+        exactly("ranks with a peak", len(told["peak_bytes"]), case.num_ranks),
         at_most("wall, imports counted", wall_ns, WALL_NS, show=format_ns),
         at_most("the process at its largest", done.peak_bytes, PEAK_BYTES, show=format_bytes),
         at_most("picture", picture.stat().st_size, PICTURE_BYTES, show=format_bytes),

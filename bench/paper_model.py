@@ -2,7 +2,8 @@
 
 In: a `DecoderShape`. Out: a `Model` with an embedding, layers that share one body, and a head with
 the loss. Operations are counted from the products; saved values are those that a layer with a
-fused attention keeps for its backward.
+fused attention keeps for its backward. Every backward may run in halves: the input half takes as
+many operations as the weight half, and three quarters of what was saved wait between them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from packhorse.model.spec import (
     BlockId,
     Body,
     BodyId,
+    Half,
+    Halves,
     Model,
     Parameter,
     ParameterName,
@@ -165,7 +168,12 @@ def _make_values(shape: DecoderShape, last: int) -> dict[ValueId, Value]:
 
 def _embed(shape: DecoderShape) -> Body:
     return _make_body(
-        "embed", flops=0, moved_bytes=2 * shape.value_bytes, saved_bytes=0, backward_inputs=(0,)
+        "embed",
+        flops=0,
+        moved_bytes=2 * shape.value_bytes,
+        saved_bytes=0,
+        backward_inputs=(0,),
+        has_input_half=False,
     )
 
 
@@ -198,6 +206,7 @@ def _head(shape: DecoderShape) -> Body:
         workspace_bytes=shape.logits_bytes,
         matrices=(0, 1),
         backward_inputs=(0, 1),
+        tangents=(),
     )
 
 
@@ -210,7 +219,19 @@ def _make_body(
     backward_inputs: tuple[int, ...],
     workspace_bytes: int = 0,
     matrices: tuple[int, ...] = (),
+    tangents: tuple[int, ...] = (0,),
+    has_input_half: bool = True,
 ) -> Body:
+    # The halves share a backward of twice the forward's work; an embedding has the second alone.
+    half = Half(
+        compute_flops=flops if has_input_half else 2 * flops,
+        moved_bytes=moved_bytes if has_input_half else 2 * moved_bytes,
+        workspace_bytes=workspace_bytes,
+        parameters=matrices,
+        inputs=backward_inputs,
+        outputs=(),
+        tangents=tangents,
+    )
     return Body(
         id=BodyId(name),
         forward_flops=flops,
@@ -225,4 +246,9 @@ def _make_body(
         backward_inputs=backward_inputs,
         backward_outputs=(),
         num_random=0,
+        halves=Halves(
+            stash_bytes=saved_bytes * 3 // 4 if has_input_half else 0,
+            input=half if has_input_half else None,
+            weight=half,
+        ),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,7 +47,7 @@ class Ranked:
 
 def plan_pipeline(schedule: Schedule, stages: Stages) -> PipelinePlan:
     """Write down how ranks share a model, without a search."""
-    bounds = (*(blocks[0] for blocks in stages), stages[-1][-1] + 1)
+    bounds = (0, *accumulate(map(len, stages)))
     return PipelinePlan(
         name=Choice(value="by hand", because=""),
         schedule=schedule,

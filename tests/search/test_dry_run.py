@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.runs import run_pipelined
 from packhorse.errors import InputError
 from packhorse.machine.catalogue import load_known_machine
 from packhorse.machine.spec import PeerLink
@@ -69,6 +71,18 @@ def test_each_rank_has_its_own_blocks_and_all_states_in_its_device():
         assert each.program.num_microbatches == 6
         assert {buffer.home for buffer in each.program.buffers.values()} <= {None, "device"}
         assert each.plan.budget_bytes["device"] == fleet.budget_bytes
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-v"])
+def test_a_program_follows_from_the_runs_that_concern_its_rank(name):
+    model = make_model(
+        num_layers=8, tied_head=True, skips=[(1, 8)], shared_layers=[2, 7], halved=True
+    )
+    cluster = make_cluster(3)
+    cut = cut_for(model, cluster, make_schedule(name, 3, 5), optimizer=ADAMW)
+    runs = run_pipelined(model, cut.schedule, cut.stages)
+    for each in lower_cut(cut, cluster, optimizer=ADAMW):
+        assert lower_plan(each.plan, each.part, "train_step", runs=runs) == each.program
 
 
 def test_every_block_of_a_rank_recomputes_that_has_something_to_recompute():

@@ -106,7 +106,10 @@ def show_schedule(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a schedule, or a model under it: picture, idle time, peaks and order of each rank."""
+    """Show a schedule: picture, idle time, peaks, each rank's order.
+
+    With --model, that of a model on machines that need not be here.
+    """
     from packhorse.cli.schedule_reading import ScheduleRequest, take_schedule
     from packhorse.cli.screen import Screen
     from packhorse.schedule.replicas import Replicas

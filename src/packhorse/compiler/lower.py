@@ -30,6 +30,7 @@ from packhorse.compiler.durability import slot_bytes, states_written_behind
 from packhorse.compiler.layout import lay_out_chunks
 from packhorse.compiler.matching import check_lowering
 from packhorse.compiler.passes.cache import keep_in_valleys
+from packhorse.compiler.passes.exchange import find_concerned
 from packhorse.compiler.passes.frees import add_frees
 from packhorse.compiler.passes.order import order_evaluation, order_train_step
 from packhorse.compiler.passes.prefetch import hoist_copies
@@ -44,7 +45,7 @@ from packhorse.compiler.passes.updates import (
 from packhorse.compiler.replay import replay_pools
 from packhorse.compiler.runs import Runs, run_alone, run_forward, run_pipelined
 from packhorse.errors import InputError, RefusedError
-from packhorse.model.parts import whole_of
+from packhorse.model.parts import rank_of, whole_of
 from packhorse.model.spec import Model
 from packhorse.plan.spec import PipelinePlan, Plan
 from packhorse.program.buffers import Buffer, BufferId, Layout
@@ -141,7 +142,7 @@ class Lowerer:
         return Program(
             kind=kind,
             model=self._model.fingerprint,
-            rank=0 if self._model.part is None else self._model.part.rank,
+            rank=rank_of(self._model),
             num_microbatches=draft.num_microbatches,
             pools=pools,
             workspace_pool=heap_pool(plan),
@@ -249,8 +250,11 @@ class Lowerer:
             return run_alone(self._model, plan.numerics.num_microbatches, plan.order.value)
         key = id(plan.pipeline)
         if key not in self._pipelined:
+            # A rank's program follows from the runs that concern it: of many ranks' runs, a few.
+            concerned, rank = find_concerned(self._model), rank_of(self._model)
             runs = run_pipelined(whole_of(self._model), plan.pipeline)
-            self._pipelined[key] = plan.pipeline, runs
+            own = tuple(run for run in runs if rank in concerned[run.block])
+            self._pipelined[key] = plan.pipeline, own
         return self._pipelined[key][1]
 
     def _evaluation_key(self, plan: Plan, layout: Layout, count: int) -> object:

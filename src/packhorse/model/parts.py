@@ -60,6 +60,11 @@ def whole_of(model: Model) -> Model:
     return model if model.part is None else model.part.whole
 
 
+def rank_of(model: Model) -> int:
+    """The rank that a part is computed by; a whole model is by the first."""
+    return 0 if model.part is None else model.part.rank
+
+
 def number_globally(model: Model) -> tuple[BlockId, ...]:
     """Global numbers of a model's blocks, in its order."""
     return tuple(b.id for b in model.blocks) if model.part is None else model.part.blocks

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.passes.exchange import find_concerned
+from packhorse.compiler.runs import Run, run_pipelined
 from packhorse.errors import InputError
 from packhorse.machine.cluster import link_all
 from packhorse.machine.spec import Machine, PeerLink
@@ -149,7 +151,13 @@ def lower_cut(cut: CutModel, fleet: Fleet, *, optimizer: OptimizerPlan) -> Itera
     machine = replace(fleet.machine, peers=peers)
     pipeline = cut.pipeline
     parts = cut_model(cut.model, pipeline.owners)
-    for part, share in zip(parts, cut.cuts.shares, strict=True):
+    # A rank's program follows from the runs that concern it: of many ranks' runs, a few.
+    runs_of: list[list[Run]] = [[] for _ in parts]
+    concerned = find_concerned(parts[0])
+    for run in run_pipelined(cut.model, pipeline):
+        for rank in concerned[run.block]:
+            runs_of[rank].append(run)
+    for runs, part, share in zip(runs_of, parts, cut.cuts.shares, strict=True):
         plan = plan_rank(
             part,
             share,
@@ -159,7 +167,7 @@ def lower_cut(cut: CutModel, fleet: Fleet, *, optimizer: OptimizerPlan) -> Itera
             num_microbatches=cut.schedule.num_microbatches,
         )
         plan = replace(plan, order=SCHEDULED, pipeline=pipeline)
-        program = lower_plan(plan, part, "train_step")
+        program = lower_plan(plan, part, "train_step", runs=runs)
         costs = TaskCosts(
             machine=machine,
             profile=cut.profile,

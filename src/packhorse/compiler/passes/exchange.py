@@ -69,6 +69,26 @@ class Exchange:
         return self.sums.get(block, ())
 
 
+def find_concerned(model: Model) -> Mapping[BlockId, frozenset[int]]:
+    """The ranks that compute a block, or get anything that its runs in a training step make.
+
+    Args:
+        model: any part of the whole.
+    """
+    exchange = find_exchange(model)
+    return {
+        block: frozenset(
+            [
+                owner,
+                *(rank for _, ranks in exchange.values_from(block) for rank in ranks),
+                *(rank for _, rank in exchange.gradients_from(block)),
+                *(rank for _, ranks in exchange.sums_from(block) for rank in ranks),
+            ]
+        )
+        for block, owner in ((BlockId(at), owner) for at, owner in enumerate(exchange.owners))
+    }
+
+
 def find_channels(model: Model) -> tuple[tuple[int, int], ...]:
     """Every (source, target) over which a step or an evaluation of a model's ranks sends."""
     exchange = find_exchange(model)
