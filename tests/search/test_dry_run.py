@@ -78,10 +78,10 @@ def test_a_program_follows_from_the_runs_that_concern_its_rank(name):
     model = make_model(
         num_layers=8, tied_head=True, skips=[(1, 8)], shared_layers=[2, 7], halved=True
     )
-    cluster = make_cluster(3)
-    cut = cut_for(model, cluster, make_schedule(name, 3, 5), optimizer=ADAMW)
-    runs = run_pipelined(model, cut.schedule, cut.stages)
-    for each in lower_cut(cut, cluster, optimizer=ADAMW):
+    fleet = make_fleet(3)
+    cut = cut_for(model, fleet, make_schedule(name, 3, 5), optimizer=ADAMW)
+    runs = run_pipelined(model, cut.pipeline)
+    for each in lower_cut(cut, fleet, optimizer=ADAMW):
         assert lower_plan(each.plan, each.part, "train_step", runs=runs) == each.program
 
 
