@@ -207,6 +207,42 @@ def test_digest_tells_programs_apart() -> None:
     assert len(digest_program(SMALL)) == 32
 
 
+@given(st.lists(TASKS, max_size=3), st.lists(TASKS, max_size=3))
+def test_digests_are_equal_for_equal_tasks_only(some, others) -> None:
+    one, other = replace(SMALL, tasks=tuple(some)), replace(SMALL, tasks=tuple(others))
+    assert (digest_program(one) == digest_program(other)) == (some == others)
+    again = replace(SMALL, tasks=tuple(replace(task) for task in some))
+    assert digest_program(again) == digest_program(one)
+
+
+def test_a_digest_covers_everything_that_a_program_says() -> None:
+    buffers, layout = SMALL.buffers, SMALL.layout
+    name, buffer = next(iter(buffers.items()))
+    chunk, (parameter, slot) = layout.chunks[0], next(iter(layout.slots.items()))
+    changed = [
+        replace(SMALL, kind="evaluate"),
+        replace(SMALL, model=SMALL.model + "0"),
+        replace(SMALL, rank=SMALL.rank + 1),
+        replace(SMALL, num_microbatches=SMALL.num_microbatches + 1),
+        replace(SMALL, workspace_pool="other"),
+        replace(SMALL, pools=(replace(SMALL.pools[0], capacity_bytes=1), *SMALL.pools[1:])),
+        replace(SMALL, buffers={**buffers, name: replace(buffer, size_bytes=1)}),
+        replace(SMALL, buffers={**buffers, name: replace(buffer, home=None)}),
+        replace(SMALL, buffers={**buffers, name: replace(buffer, pools={})}),
+        replace(SMALL, layout=replace(layout, dtypes={**layout.dtypes, "param": "bfloat16"})),
+        replace(SMALL, layout=replace(layout, chunks=(replace(chunk, start=9),))),
+        replace(SMALL, layout=replace(layout, slots={parameter: replace(slot, shape=(9,))})),
+    ]
+    assert all(program != SMALL for program in changed)
+    assert len({digest_program(SMALL), *map(digest_program, changed)}) == len(changed) + 1
+
+
+def test_names_that_read_alike_when_joined_are_told_apart() -> None:
+    lists = [("a,b",), ("a", "b"), ("a','b",), ("a', 'b",), ('a", "b',), ("a\\", "b")]
+    programs = [replace(SMALL, tasks=(Feed(microbatch=0, writes=each),)) for each in lists]
+    assert len(set(map(digest_program, programs))) == len(lists)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "where", "words"),
     [

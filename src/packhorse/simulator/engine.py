@@ -266,21 +266,23 @@ def walk_tasks(
             starts_ns, ends_ns = [], []
         issue_ns = ledger.reserve(index, footprint, issue_ns)
 
-        worker = workers[footprint.lane]
-        start_ns = max(issue_ns, free_at_ns[worker])
-        reads, changed = footprint.reads, footprint.waits_for
+        lane, duration_ns, reads = footprint.lane, footprint.duration_ns, footprint.reads
+        changed = footprint.waits_for
+        worker = workers[lane]
+        start_ns = free_at_ns[worker]
+        if issue_ns > start_ns:
+            start_ns = issue_ns
         for place in reads:
             if written_ns[place] > start_ns:
                 start_ns = written_ns[place]
         for place in changed:
             if used_ns[place] > start_ns:
                 start_ns = used_ns[place]
-        end_ns = start_ns + footprint.duration_ns
+        end_ns = start_ns + duration_ns
         if footprint.meets:
-            start_ns, end_ns = yield Meeting(footprint.task, start_ns, footprint.duration_ns)
+            start_ns, end_ns = yield Meeting(footprint.task, start_ns, duration_ns)
         elif footprint.shares:
-            lane = footprint.lane
-            start_ns, end_ns = calendars[lane].book(lane, start_ns, footprint.duration_ns)
+            start_ns, end_ns = calendars[lane].book(lane, start_ns, duration_ns)
         for place in reads:
             if end_ns > used_ns[place]:
                 used_ns[place] = end_ns

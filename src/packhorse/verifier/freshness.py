@@ -25,7 +25,7 @@ def check_fresh(replay: Replay) -> None:
 
 
 def _check_free(replay: Replay, place: int) -> None:
-    if place in replay.stale or replay.has_other_newest(place):
+    if place in replay.stale or (place in replay.shared and replay.has_other_newest(place)):
         return
     home = replay.buffer_at(place).home
     next_read = _find_next_read(replay, place)
@@ -48,7 +48,7 @@ def _check_free(replay: Replay, place: int) -> None:
 def _find_next_read(replay: Replay, place: int) -> int | None:
     # The next task that reads the buffer in any tier before it is created anew.
     touches, siblings = replay.touches, replay.siblings(place)
-    last = max(touches.last_read.get(each, 0) for each in siblings)
+    last = max([touches.last_read.get(each, 0) for each in siblings])
     for index in range(replay.index + 1, last + 1):
         if not isinstance(replay.program.tasks[index], Free):
             if any(each in touches.reads[index] for each in siblings):

@@ -24,10 +24,10 @@ RULE: Final = "messages"
 def check_lives(outline: Outline) -> None:
     """Check each message of a program against the model, if it is known."""
     program, model = outline.program, outline.model
-    crossing = [at for at, task in enumerate(program.tasks) if isinstance(task, Send | Recv)]
     if model is None:
         return
     if model.part is None:
+        crossing = [at for at, task in enumerate(program.tasks) if isinstance(task, Send | Recv)]
         if crossing:
             what = "is a message, but the whole model is on one rank"
             raise make_error(program, RULE, crossing[0], what)

@@ -24,9 +24,10 @@ Ledger = Mapping[PoolId, int]
 class Replay:
     """The state between two tasks, and what the task at `index` would need while it runs.
 
-    `there` are the places that hold a version of their buffer, `stale` those of them whose version
-    is not the newest. `reads` and `writes` are those of the task, `grows` what it would bring to
-    places where nothing lies.
+    `homes` are the places where a step finds and leaves buffers, `shared` those of buffers that may
+    lie in several tiers. `there` are the places that hold a version of their buffer, `stale` those
+    of them whose version is not the newest. `task` is the one at `index`, `reads` and `writes` are
+    its places, `grows` those of them that it would fill and where nothing lies.
     """
 
     def __init__(self, program: Program, touches: Touches) -> None:
@@ -38,6 +39,7 @@ class Replay:
         self.there: set[int] = set()
         self.stale: set[int] = set()
         self.index = 0
+        self.task: Task | None = None
         self.reads: Places = ()
         self.writes: Places = ()
         self.grows: Places = ()
@@ -58,14 +60,9 @@ class Replay:
                     if program.finds(buffer):
                         self.there.add(place)
                         used_bytes[pool] += buffer.size_bytes
-        self._shared = frozenset(self._siblings)
+        self.shared = frozenset(self._siblings)
         self.used_bytes: Ledger = used_bytes
         self.peak_bytes: Ledger = used_bytes
-
-    @property
-    def task(self) -> Task:
-        """The task at `index`."""
-        return self.program.tasks[self.index]
 
     @property
     def workspace_bytes(self) -> int:
@@ -75,6 +72,7 @@ class Replay:
     def begin_task(self, index: int) -> None:
         """Turn to a task: set `peak_bytes`, each pool's use while the task runs."""
         self.index = index
+        self.task = task = self.program.tasks[index]
         self.reads = self.touches.reads[index]
         self.writes = writes = self.touches.writes[index]
         there = self.there
@@ -82,7 +80,7 @@ class Replay:
         if not there.isdisjoint(writes):
             grows = tuple([place for place in writes if place not in there])
         self.grows = grows
-        self._workspace_bytes = workspace_bytes = workspace_of(self.program.tasks[index])
+        self._workspace_bytes = workspace_bytes = workspace_of(task)
         if not grows and not workspace_bytes:
             self.peak_bytes = self.used_bytes
             return
@@ -112,7 +110,7 @@ class Replay:
             else:
                 self.used_bytes = self.peak_bytes
             self.there.update(self.grows)
-        if not self._shared.isdisjoint(self.writes):
+        if not self.shared.isdisjoint(self.writes):
             for place in self.writes:
                 self.stale.discard(place)
                 if not isinstance(self.task, Copy):
