@@ -56,7 +56,13 @@ def measure(bench: Bench) -> None:
         write_tokens(folder / "train.jsonl", num_rows=1, length=LENGTH, seed=0)
         scratch = folder / "scratch"
         bench.say("measuring this machine")
-        machine = probe_machine(folder, device_bytes=budget_bytes, disk=_DISK_BUDGET)
+        machine = probe_machine(
+            folder,
+            device_bytes=budget_bytes,
+            disk=_DISK_BUDGET,
+            # A small file's rates are a burst: what a step moves is of the size of the state.
+            file_bytes=num_parameters * STATE_BYTES_PER_PARAMETER,
+        )
         recipe = write_recipe(
             folder / "recipe.yaml",
             {

@@ -94,15 +94,20 @@ def run_command(
     return _run("bench.measured_command", [*arguments, "--json"], folder, group)
 
 
-def probe_machine(folder: Path, *, device_bytes: int, disk: str) -> Path:
+def probe_machine(
+    folder: Path, *, device_bytes: int, disk: str, file_bytes: int | None = None
+) -> Path:
     """Measure this machine afresh, with these budgets; give its file, in `folder`.
 
     Args:
         disk: budget of the scratch space in `folder`.
+        file_bytes: how large a file the disk is measured with; None leaves it to the command.
     """
     machine = folder / "machine.json"
     budget = f"device={device_bytes},disk={folder / 'scratch'}:{disk}"
     arguments = ["probe", "--fresh", "--budget", budget, "--out", str(machine)]
+    if file_bytes is not None:
+        arguments += ["--file-size", str(file_bytes)]
     expect_done(run_command(arguments, folder=folder), "probe")
     return machine
 

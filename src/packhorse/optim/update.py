@@ -17,7 +17,6 @@ from typing import Final, assert_never
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from packhorse.optim.optimizers import SGD, AdamW, Optimizer
@@ -122,25 +121,23 @@ def _update_adamw(
 ) -> None:
     if not params:
         return
-    # The kernel adds one to its step counter before it uses it.
-    counters = [
-        torch.tensor(float(step - 1), dtype=torch.float32, device=param.device) for param in params
-    ]
+    # The kernel that torch.optim's fused AdamW calls, without its way there: a chunk has streamed
+    # through the caches by then, and of an interpreter that has to be read anew every call counts.
+    counter = torch.tensor(float(step), dtype=torch.float32, device=params[0].device)
     beta1, beta2 = group.betas
-    adamw(
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]  # as above
         params,
         grads,
         states["exp_avg"],
         states["exp_avg_sq"],
         [],
-        counters,
-        fused=True,
-        amsgrad=False,
+        [counter] * len(params),
+        lr=learning_rate,
         beta1=beta1,
         beta2=beta2,
-        lr=learning_rate,
         weight_decay=group.weight_decay,
         eps=group.eps,
+        amsgrad=False,
         maximize=False,
     )
 
