@@ -154,7 +154,8 @@ def _train(
             "output_dir": str(run),
             "save_steps": None,
             "budget": {
-                "device": 6 * GIB,
+                # Layers hold what all micro-batches saved.
+                "device": 12 * GIB,
                 "disk": [{"path": str(folder / "scratch"), "size": "8GiB"}],
             },
             "plan": {**pins, "microbatch_rows": 1, "tied_sum": "per_step"},
