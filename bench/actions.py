@@ -6,7 +6,8 @@ are sent. A step's CPU time over all threads of the process, less that of the sa
 directly with the same arguments, is divided by its forwards and backwards of blocks: what is left
 is frees, messages, dependencies, the ledger, the timeline, feeds, losses, norms and updates. Beside
 it torch.distributed.pipelining's 1F1B with a stage of one such layer on each rank, in the same
-processes, in turns. CPU time, since wall time tells more of what else the machine does.
+processes, in turns. What gloo's own threads take of it is told apart: they poll while a thread that
+sends is kept from its core. CPU time, since wall time tells more of what else the machine does.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def measure(bench: Bench) -> None:
         alone = Ours(shape, folder, None)
         taken = time_steps({"alone": alone.step}, num_steps, ranked=False)["alone"]
         told = {
-            "cpu_ns": taken,
+            "cpu_ns": [step["cpu_ns"] for step in taken],
+            "gloo_ns": [step["gloo_ns"] for step in taken],
             "num_actions": alone.num_actions,
             "bodies_ns": alone.time_bodies(),
         }
@@ -92,12 +94,14 @@ def list_costs(name: str, told: Mapping[str, Any], *, judged: bool) -> list[Figu
     num_actions: int = told["num_actions"]
     whole = _per_action(told["cpu_ns"], num_actions)
     body = _per_action(told["bodies_ns"], num_actions)
+    gloo = _per_action(told["gloo_ns"], num_actions)
     words = f"{name}: CPU per action outside the body"
     outside = whole - body
     return [
         at_most(words, outside, LIMIT_NS, show=_show_ms)
         if judged
         else shown(words, outside, show=_show_ms),
+        shown(f"{name}: of it gloo's own threads", gloo, show=_show_ms),
         shown(f"{name}: with the body", whole, show=_show_ms),
         shown(f"{name}: the body alone", body, show=_show_ms),
         shown(f"{name}: compute actions a step", num_actions),

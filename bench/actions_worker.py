@@ -1,10 +1,10 @@
 """One rank whose bodies do next to nothing, under packhorse and torch.distributed.pipelining.
 
 In: `python -m bench.actions_worker SPECIFICATION FOLDER` under torchrun. Out: FOLDER/RANK.json: for
-each way the CPU time of all threads of this process over every counted step, how many compute
-actions a step has on this rank, and how long their bodies alone take: packhorse's graphs are called
-again with the arguments that a step gave them, one behind the other and on one thread; torch's
-stages are run forward and backward by hand.
+each way the CPU time of all threads of this process over every counted step, what gloo's own took
+of it, how many compute actions a step has on this rank, and how long their bodies alone take:
+packhorse's graphs are called again with the arguments that a step gave them, one behind the other
+and on one thread; torch's stages are run forward and backward by hand.
 """
 
 from __future__ import annotations
@@ -246,19 +246,30 @@ def _sum(output: Tensor, target: Tensor) -> Tensor:
     return output.sum()
 
 
-def time_steps(ways: Mapping[str, Step], num_steps: int, *, ranked: bool) -> dict[str, list[int]]:
-    """Let each way do a step in turn; gives the CPU time of each."""
-    taken: dict[str, list[int]] = {name: [] for name in ways}
+def time_steps(
+    ways: Mapping[str, Step], num_steps: int, *, ranked: bool
+) -> dict[str, list[dict[str, int]]]:
+    """Let each way do a step in turn; gives the CPU time of each, and gloo's part of it."""
+    taken: dict[str, list[dict[str, int]]] = {name: [] for name in ways}
     for turn in range(NUM_WARM_STEPS + num_steps):
         for name, step in ways.items():
             if ranked:
                 dist.barrier()
-            begin_ns = time.process_time_ns()
+            gloo_ns, begin_ns = read_gloo_ns(), time.process_time_ns()
             step(turn)
             cpu_ns = time.process_time_ns() - begin_ns
             if turn >= NUM_WARM_STEPS:
-                taken[name].append(cpu_ns)
+                taken[name].append({"cpu_ns": cpu_ns, "gloo_ns": read_gloo_ns() - gloo_ns})
     return taken
+
+
+def read_gloo_ns() -> int:
+    """The CPU time that the threads of torch's transport have taken so far."""
+    total_ns = 0
+    for task in Path("/proc/self/task").iterdir():
+        if "gloo" in (task / "comm").read_text(encoding="ascii"):
+            total_ns += int((task / "schedstat").read_text(encoding="ascii").split()[0])
+    return total_ns
 
 
 def main(specification: str, folder: str) -> None:
@@ -276,7 +287,8 @@ def main(specification: str, folder: str) -> None:
     taken = time_steps(steps, found["num_steps"], ranked=True)
     answer = {
         name: {
-            "cpu_ns": taken[name],
+            "cpu_ns": [step["cpu_ns"] for step in taken[name]],
+            "gloo_ns": [step["gloo_ns"] for step in taken[name]],
             "num_actions": way.num_actions,
             "bodies_ns": way.time_bodies(),
         }

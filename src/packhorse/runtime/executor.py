@@ -82,11 +82,10 @@ class _Issued:
         """Do the frees that go along with it."""
         program = self._run.prepared.program
         try:
-            with torch.no_grad():
-                for task in self._job.frees:
-                    self._at += 1
-                    self._performer.free(task, program)
-                    self._free_ends_ns += (time.perf_counter_ns(),)
+            for task in self._job.frees:
+                self._at += 1
+                self._performer.free(task, program)
+                self._free_ends_ns += (time.perf_counter_ns(),)
         except RunFailedError as error:
             _name(error, self.describe())
             raise
