@@ -22,16 +22,17 @@ from test_training import (
     run,
 )
 from tiny_runs import ALL_IN_MEMORY, ALL_ON_DISK, make_machine, plan_run, prepare
+from torch import Tensor
 
 from packhorse.checkpoint.folders import find_checkpoints
 from packhorse.errors import InputError, StoppedError, StorageError
-from packhorse.program.buffers import BufferId
+from packhorse.program.buffers import BufferId, ChunkId
 from packhorse.program.tasks import Copy
 from packhorse.runtime.disk import DiskTier
-from packhorse.runtime.engine import Engine
 from packhorse.runtime.executor import Executor
 from packhorse.runtime.prepared import Prepared
 from packhorse.runtime.running import Running, StepWork
+from packhorse.runtime.updates import ChunkUpdates
 from packhorse.storage.kept_state import KeptState, find_kept
 from packhorse.storage.scratch_folder import find_leftovers
 from packhorse.trainer.observer import SilentObserver, StepReport
@@ -181,15 +182,23 @@ class SignalInStep(SilentObserver):
 
     def stepped(self, report: StepReport) -> None:
         if report.step == self.step:
-            inner = Engine._update  # pyright: ignore[reportPrivateUsage]
+            inner = ChunkUpdates.apply
 
-            def update(engine: Engine, *arguments: object) -> None:
+            def apply(
+                updates: ChunkUpdates,
+                chunk: ChunkId,
+                tensors: Mapping[str, Tensor],
+                norm: Tensor | None,
+                *,
+                step: int,
+                learning_rate: float,
+            ) -> None:
                 # Updates of the step itself may still be on their way.
-                if int(str(arguments[3])) > self.step:
+                if step > self.step:
                     os.kill(os.getpid(), signal.SIGTERM)
-                inner(engine, *arguments)  # pyright: ignore[reportArgumentType]
+                inner(updates, chunk, tensors, norm, step=step, learning_rate=learning_rate)
 
-            self.patch.setattr(Engine, "_update", update)
+            self.patch.setattr(ChunkUpdates, "apply", apply)
 
 
 @pytest.mark.parametrize(
