@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from operator import eq
 
 import torch
 from torch import Tensor
@@ -197,21 +195,22 @@ class Executor:
     def await_values(self, run: Running) -> Mapping[BufferId, Tensor]:
         """Block until all that a program emits is there."""
         while run.missing_values:
-            self._watch()
             self._wait(run.missing_values.__contains__)
+            # Much may have happened meanwhile, and the end of the step is still to come.
+            self._watch()
         return run.emitted
 
     def complete(self, run: Running) -> None:
         """Block until a program, and all before it, are complete."""
         while not run.is_over:
-            self._wait(partial(eq, self._last_pending(run.last)))
+            self._wait()
 
     def wait_for(self, number: int) -> None:
         """Block until all up to a number are complete."""
         # Numbers ascend, so the first one is the least.
         while self._pending and next(iter(self._pending)) <= number:
             self._watch()
-            self._wait(partial(eq, self._last_pending(number)))
+            self._wait()
 
     def follow(self, lane: Lane, work: Callable[[], None], what: str) -> int:
         """Run work on a lane once all that was issued before is complete; gives its number.
@@ -257,11 +256,7 @@ class Executor:
         while self._running and self._running[0].is_complete:
             self._last_end_ns = self._running.pop(0).end(self._last_end_ns)
 
-    def _last_pending(self, number: int) -> int:
-        """The last task up to a number that is not complete."""
-        return next(found for found in reversed(self._pending) if found <= number)
-
-    def _wait(self, wanted: Wanted) -> None:
+    def _wait(self, wanted: Wanted | None = None) -> None:
         """Block until one more task has completed; not for long, if it is none that is wanted."""
         try:
             self._lanes.wait_any(wanted)

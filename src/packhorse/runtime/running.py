@@ -105,11 +105,6 @@ class Running:
         self._since_ns: int | None = None
 
     @property
-    def last(self) -> int:
-        """Number of its last task."""
-        return self.first + len(self.prepared.program.tasks) - 1
-
-    @property
     def missing_values(self) -> Collection[int]:
         """Numbers of the tasks that have still to emit something."""
         return self._values
