@@ -84,3 +84,28 @@ def test_what_is_being_written_has_its_pages_to_come() -> None:
     assert spare.unfilled_bytes(POOL) == 70
     spare.fill(POOL, BufferId("a"))
     assert spare.unfilled_bytes(POOL) == 40
+
+
+def test_a_pool_of_chunk_states_alone_makes_way_when_one_is_made() -> None:
+    spare = SparePages({POOL: 100}, frozenset({POOL}))
+    asked: list[tuple[str, int]] = []
+
+    def drop(buffer: BufferId, keep_bytes: int) -> int:
+        asked.append((buffer, keep_bytes))
+        return keep_bytes
+
+    for name in ("a", "b"):
+        spare.reuse(POOL, BufferId(name), 40)
+        spare.make_way(POOL, drop)
+        spare.fill(POOL, BufferId(name))
+    spare.keep(POOL, BufferId("a"), 40)
+    spare.shed(POOL, 100, drop)  # all of it is reserved, and 40 have been made
+    assert (asked, spare.unfilled_bytes(POOL)) == ([], 20)
+    spare.reuse(POOL, BufferId("c"), 50)
+    spare.make_way(POOL, drop)
+    assert (asked, spare.unfilled_bytes(POOL)) == ([("a", 10)], 50)
+    spare.fill(POOL, BufferId("c"))
+    assert spare.unfilled_bytes(POOL) == 0
+    spare.reuse(POOL, BufferId("a"), 10)  # with the pages that it still has
+    spare.make_way(POOL, drop)
+    assert (len(asked), spare.unfilled_bytes(POOL)) == (1, 0)

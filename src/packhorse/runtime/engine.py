@@ -35,7 +35,7 @@ from packhorse.runtime.keeper import StepKeeper
 from packhorse.runtime.lanes import LanesStuckError
 from packhorse.runtime.memory.chunks import chunk_table
 from packhorse.runtime.memory.process_heap import ProcessHeap
-from packhorse.runtime.memory.spare import find_limits
+from packhorse.runtime.memory.spare import plan_spare_pages
 from packhorse.runtime.messages import Messages, find_shapes
 from packhorse.runtime.noise import NoiseKey
 from packhorse.runtime.norms import Norms
@@ -153,7 +153,7 @@ class Engine:
                 memory=self._tiers,
                 disk=self._disk,
                 pools=pools,
-                limits=find_limits(programs.values(), proofs.values()),
+                spare=plan_spare_pages(pools, programs.values(), proofs.values()),
                 audit=audit,
             )
             own = find_own_pools(pools, self._device)

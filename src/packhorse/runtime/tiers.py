@@ -7,6 +7,7 @@ has one place per tier; which places hold it now is known by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from threading import Lock
 
 from torch import Tensor
@@ -35,7 +36,7 @@ class ChunkTiers:
         memory: the tiers of memory, at least `device`.
         disk: the disk tier.
         pools: which pool is part of which tier.
-        limits: bytes that a pool may hold, spare pages counted.
+        spare: the spare pages of those pools.
         audit: fill with NaN what is new and not yet written, and what is gone.
     """
 
@@ -46,14 +47,14 @@ class ChunkTiers:
         memory: Mapping[TierName, ChunkMemory],
         disk: DiskTier,
         pools: tuple[Pool, ...],
-        limits: Mapping[PoolId, int],
+        spare: SparePages,
         audit: bool,
     ) -> None:
         self._memory = memory
         self._disk = disk
         self._audit = audit
         self._tier_of: dict[PoolId, TierName] = {pool.id: pool.tier for pool in pools}
-        self._spare = SparePages({pool.id: limits.get(pool.id, 0) for pool in pools})
+        self._spare = spare
         # States are created and removed on lanes while the executor sheds pages.
         self._lock = Lock()
         tiers: tuple[TierName, ...] = (*memory, "disk")
@@ -91,6 +92,7 @@ class ChunkTiers:
         with self._lock:
             size_bytes = self._memory[tier].size_bytes(*self._states[buffer])
             self._spare.reuse(pool, buffer, size_bytes)
+            self._spare.make_way(pool, partial(self._shrink, tier))
             self._present[tier].add(buffer)
         self._commit(buffer, tier)
 
@@ -101,16 +103,14 @@ class ChunkTiers:
                 self._spare.fill(pool, buffer)
 
     def shed(self, pool: PoolId, used_bytes: int) -> None:
-        """Drop spare pages of a pool until it keeps to its limit."""
+        """Drop spare pages of a pool with more than chunk states until it keeps to its limit."""
         if not self._spare.is_above(pool, used_bytes):
             return
-        tier = self._tier_of[pool]
-
-        def shrink(buffer: BufferId, keep_bytes: int) -> int:
-            return self._memory[tier].shrink(*self._states[buffer], keep_bytes)
-
         with self._lock:
-            self._spare.shed(pool, used_bytes, shrink)
+            self._spare.shed(pool, used_bytes, partial(self._shrink, self._tier_of[pool]))
+
+    def _shrink(self, tier: TierName, buffer: BufferId, keep_bytes: int) -> int:
+        return self._memory[tier].shrink(*self._states[buffer], keep_bytes)
 
     def unfilled_bytes(self, pool: PoolId) -> int:
         """What chunk states of a pool may still take pages for."""
