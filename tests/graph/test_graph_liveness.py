@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,11 +100,24 @@ def test_backward_never_holds_more_than_declared(name: str) -> None:
     for body, code in traced.code.items():
         if code.backward is None:
             continue
-        for variant in (code.backward.first, code.backward.later):
+        made = code.backward
+        for microbatch, variant in ((0, made.first), (0, made.apart_first), (1, made.later)):
             arguments = make_arguments(variant.graph)
             results, peak = run_measured(variant.graph, arguments)
             created = own_bytes(results, arguments)
-            assert peak <= created + traced.model.bodies[body].backward_workspace_bytes
+            assert peak <= created + traced.model.bodies[body].workspace_of_backward(microbatch)
+
+
+def test_a_step_of_one_microbatch_needs_no_room_for_a_gradient_beside_its_chunk() -> None:
+    model = find_subject("weave").traced.model
+    more: list[int] = []
+    for block in model.blocks:
+        body = model.body_of(block.id)
+        more.append(body.workspace_of_backward(1) - body.workspace_of_backward(0))
+        assert 0 <= more[-1] <= 4 * max(model.parameters[p].num_elements for p in block.parameters)
+        untold = replace(body, first_backward_workspace_bytes=None)
+        assert untold.workspace_of_backward(0) == body.backward_workspace_bytes
+    assert any(more)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mixtral", "weave"])

@@ -121,6 +121,7 @@ class BodyCosts:
     forward_workspace_bytes: int
     discard_workspace_bytes: int
     backward_workspace_bytes: int
+    first_backward_workspace_bytes: int
     forward_heap: HeapUse
     backward_heap: HeapUse
 

@@ -119,6 +119,7 @@ def part_joint(
         ),
         discard_workspace_bytes=max(0, peak_bytes(discard.graph, owned=fresh) - output_bytes),
         backward_workspace_bytes=backward_peak,
+        first_backward_workspace_bytes=0 if backward is None else workspace_of_first(backward),
         forward_heap=find_heap_use(keep.graph, owned=fresh),
         backward_heap=find_heap_use() if backward is None else heap_use_of_variants(backward),
     )
@@ -248,13 +249,17 @@ def _build_backward(
 def workspace_of_variants(code: BackwardCode) -> int:
     """What a backward, or a half of one, holds beyond its arguments and the buffers it creates."""
     # What the variants apart hold is no more, but for a gradient that `later` hands on.
-    return max(
-        0,
-        *(
-            peak_bytes(variant.graph.graph) - created_bytes(variant, code.bare)
-            for variant in (code.first, code.later)
-        ),
-    )
+    return _workspace_of(code, code.first, code.later)
+
+
+def workspace_of_first(code: BackwardCode) -> int:
+    """What a backward holds so in micro-batch 0."""
+    return _workspace_of(code, code.first, code.apart_first)
+
+
+def _workspace_of(code: BackwardCode, *variants: BackwardVariant) -> int:
+    held = (peak_bytes(each.graph.graph) - created_bytes(each, code.bare) for each in variants)
+    return max(0, *held)
 
 
 def heap_use_of_variants(code: BackwardCode) -> HeapUse:

@@ -389,6 +389,7 @@ def _describe_body(body: BodyId, code: BodyCode) -> Body:
         backward_inputs=tuple(renumber[i] for i in backward.inputs) if backward else (),
         backward_outputs=backward.outputs if backward else (),
         num_random=len(code.noise),
+        first_backward_workspace_bytes=code.costs.first_backward_workspace_bytes,
     )
 
 

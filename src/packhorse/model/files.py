@@ -33,6 +33,7 @@ from packhorse.notation import NotationError, parse_notation
 
 KIND: Final = "packhorse/model"
 VERSION: Final = 1
+_LEFT_OUT: Final = ("halves", "first_backward_workspace_bytes")
 _FIX: Final = "write the file anew with `packhorse plan RECIPE`"
 _PARTS: Final[Mapping[str, type]] = {
     "blocks": Block,
@@ -85,10 +86,11 @@ def format_model(model: Model) -> str:
 
 
 def _describe(item: Block | Body | Value | Parameter) -> dict[str, object]:
-    # Halves that nobody asked for are left out.
+    # What nobody asked for or told is left out.
     found: dict[str, object] = asdict(item)
-    if found.get("halves", item) is None:
-        del found["halves"]
+    for name in _LEFT_OUT:
+        if found.get(name, item) is None:
+            del found[name]
     return found
 
 

@@ -106,9 +106,11 @@ class Body:
 
     Workspace is what a run of the body holds beyond its inputs and the buffers it leaves behind:
     `forward_workspace_bytes` when saved values are kept, `discard_workspace_bytes` when the
-    forward keeps only its outputs, `backward_workspace_bytes` for the backward. The tuples of
-    indices say which of the block's parameters, inputs and outputs the backward reads again.
-    `halves` is None for a body without a backward, and where nobody asked for them.
+    forward keeps only its outputs, `backward_workspace_bytes` for the backward. The one of
+    micro-batch 0 makes gradients in their chunks, where later ones make them beside and add them:
+    it holds `first_backward_workspace_bytes`, None for as much as the others. The tuples of indices
+    say which of the block's parameters, inputs and outputs the backward reads again. `halves` is
+    None for a body without a backward, and where nobody asked for them.
     """
 
     id: BodyId
@@ -125,6 +127,12 @@ class Body:
     backward_outputs: tuple[int, ...]
     num_random: int
     halves: Halves | None = None
+    first_backward_workspace_bytes: int | None = None
+
+    def workspace_of_backward(self, microbatch: int) -> int:
+        """What the backward of a micro-batch holds beyond its inputs and what it leaves behind."""
+        first = self.first_backward_workspace_bytes
+        return self.backward_workspace_bytes if microbatch or first is None else first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,8 +112,9 @@ def check_reads(outline: Outline) -> None:
                 )
                 begun |= needs.gradients_at(block, microbatch)
                 body = model.body_of(model.blocks[block].id)
+                own_bytes = body.workspace_of_backward(microbatch)
                 more_bytes = needs.backward_workspace_bytes(block, microbatch)
-                _check_workspace(program, index, body.backward_workspace_bytes + more_bytes)
+                _check_workspace(program, index, own_bytes + more_bytes)
             case InputGrad(block=block, microbatch=microbatch):
                 reads = needs.input_reads(block, microbatch)
                 writes = needs.input_writes(block, microbatch)

@@ -331,7 +331,7 @@ class _Step:
             microbatch=microbatch,
             reads=_unique(reads),
             writes=_unique(writes),
-            workspace_bytes=body.backward_workspace_bytes + held_bytes,
+            workspace_bytes=body.workspace_of_backward(microbatch) + held_bytes,
         )
 
     def _input_grad(
