@@ -4,7 +4,7 @@ In: the plan's heap mode, pools and programs, and what the process may hold. Out
 that. The ledger counts what lives; a heap that keeps what is freed holds more, and what it holds in
 pieces may serve none of the blocks of a body. Where a body, or a value that comes back from another
 tier, could take the process above what it may hold, free pages go back first; where that does not
-do, a kept heap is mapped from then on: that costs time, and holds what lives.
+do, a kept heap is mapped for as long: that costs time, and holds what lives.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Final, Literal, NamedTuple
 
 from packhorse.graph.liveness import HeapUse
-from packhorse.machine.process_memory import ResidentMeter
+from packhorse.machine.process_memory import resident_bytes
 from packhorse.program.buffers import BufferId, Pool, PoolId
 from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import Task, workspace_of, writes_of
@@ -68,7 +68,6 @@ class ProcessHeap:
         unfilled_bytes: Callable[[PoolId], int] = lambda _: 0,
     ) -> None:
         self._mode: Literal["keep", "map"] = mode
-        self._meter = ResidentMeter()
         pools, programs = tuple(pools), tuple(programs)
         # A pool that bodies share with chunks is filled by the one or the other.
         shared = {program.workspace_pool for program in programs}
@@ -81,12 +80,15 @@ class ProcessHeap:
         trim_heap()
         self._limit_bytes: int | None = None
         if granted_bytes:
-            limit_bytes = limit_bytes or self._meter.read() + granted_bytes
+            limit_bytes = limit_bytes or resident_bytes() + granted_bytes
             self._limit_bytes = limit_bytes - _RESERVE_BYTES
         self._sizes: Mapping[BufferId, int] = find_heap_buffers(programs) if mode == "keep" else {}
         self._repeat_bytes = 0
         self._lock = Lock()
         self._taking: dict[object, _Taking] = {}
+        # A kept heap that is mapped now: the tasks for which it is, and the holes occupied for it.
+        self._mapped_for: set[object] = set()
+        self._sealed_for_now: tuple[int, ...] = ()
 
     def settle(self, program: Program, proof: Proof) -> None:
         """Let a kept heap take what a program will use, once, so that it peaks the first time."""
@@ -114,36 +116,39 @@ class ProcessHeap:
             return
         place = object()
         with self._lock:
-            most_bytes = self._make_room(self._limit_bytes, task, use)
+            most_bytes = self._make_room(self._limit_bytes, place, task, use)
             self._taking[place] = _Taking(self._held_bytes(), most_bytes)
         try:
             yield
         finally:
             with self._lock:
                 del self._taking[place]
+                self._keep_again(place)
 
-    def _make_room(self, limit_bytes: int, task: Task, use: HeapUse | None) -> int:
+    def _make_room(self, limit_bytes: int, place: object, task: Task, use: HeapUse | None) -> int:
+        """Give back what has to go; returns what the task may take."""
         held_bytes, body_bytes = self._held_bytes(), self._body_bytes(task)
         small_bytes = most_bytes = body_bytes
         kept = self._mode == "keep"
-        if kept and use is not None:
+        if kept and not self._mapped_for and use is not None:
             small_bytes = max(use.small_bytes, body_bytes - use.large_bytes)
             most_bytes = use.large_bytes + small_bytes + small_bytes // _WASTED
         need_bytes = most_bytes + self._beside_bytes(held_bytes)
         if held_bytes + need_bytes <= limit_bytes:
             return most_bytes
         if kept:
-            usable_bytes = unused_page_bytes(size_blocks(self._sealed)) // _USABLE
+            sealed_bytes = size_blocks((*self._sealed, *self._sealed_for_now))
+            usable_bytes = unused_page_bytes(sealed_bytes) // _USABLE
             if held_bytes + need_bytes - min(small_bytes, usable_bytes) <= limit_bytes:
                 return most_bytes
         elif held_bytes < self._repeat_bytes:
             return most_bytes
         trim_heap()
         held_bytes = self._held_bytes()
-        if kept and held_bytes + need_bytes > limit_bytes:
-            self._map()
-            held_bytes = self._held_bytes()
         self._repeat_bytes = held_bytes + _REPEAT_BYTES
+        if kept and held_bytes + need_bytes > limit_bytes:
+            self._map(place)
+            return body_bytes
         return most_bytes
 
     def _beside_bytes(self, held_bytes: int) -> int:
@@ -156,21 +161,28 @@ class ProcessHeap:
 
     def _held_bytes(self) -> int:
         """What the process holds, with chunks as they may become."""
-        return self._meter.read() + sum(map(self._unfilled_bytes, self._chunk_pools))
+        return resident_bytes() + sum(map(self._unfilled_bytes, self._chunk_pools))
 
     def _body_bytes(self, task: Task) -> int:
         made_bytes = sum([self._sizes.get(buffer, 0) for buffer, _ in writes_of(task)])
         return made_bytes + workspace_of(task)
 
-    def _map(self) -> None:
-        self._mode = "map"
-        set_heap_mode("map")
-        self._sealed += seal_holes("map")
-        self._is_settled = True
-        self._sizes = {}
+    def _map(self, place: object) -> None:
+        if not self._mapped_for:
+            set_heap_mode("map")
+            self._sealed_for_now = seal_holes("map")
+        self._mapped_for.add(place)
+
+    def _keep_again(self, place: object) -> None:
+        if place not in self._mapped_for:
+            return
+        self._mapped_for.remove(place)
+        if not self._mapped_for:
+            open_holes(self._sealed_for_now)
+            self._sealed_for_now = ()
+            set_heap_mode("keep")
 
     def close(self) -> None:
-        """Open the holes. Closing twice is harmless."""
-        self._meter.close()
-        open_holes(self._sealed)
-        self._sealed = ()
+        """Open the holes."""
+        open_holes((*self._sealed, *self._sealed_for_now))
+        self._sealed = self._sealed_for_now = ()
