@@ -22,6 +22,8 @@ from packhorse.profile.scaling import scale_profile
 from packhorse.trainer import candidates
 from packhorse.trainer.candidates import (
     BLOCK_RUN_BYTES,
+    EVALUATION_BYTES,
+    LATER_BYTES,
     Candidates,
     TracingRequest,
     choose_rows,
@@ -191,3 +193,14 @@ def test_a_process_holds_more_the_more_micro_batches_a_step_is_cut_into(tmp_path
     num_blocks = len(entries[0].traced.model.blocks)
     assert bases[1] - bases[32] == 31 * num_blocks * BLOCK_RUN_BYTES
     assert bases[16] - bases[32] == num_blocks * BLOCK_RUN_BYTES
+
+
+def test_a_run_that_evaluates_holds_more(tmp_path: Path):
+    # A process that had held that much before holds nothing more after tracing.
+    options = {"limit_s": 0, "baseline_bytes": 1 << 50}
+    bases = [
+        offer(tmp_path, 1, evaluates=evaluates, **options).entries[0].profile.base_bytes
+        for evaluates in (False, True)
+    ]
+    assert bases[0] >= LATER_BYTES
+    assert bases[1] - bases[0] == EVALUATION_BYTES

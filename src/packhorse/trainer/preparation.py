@@ -146,6 +146,7 @@ def offer_candidates(
         loss_chunk_tokens=prepared.recipe.pins.loss_chunk_tokens,
         limit_s=limit_s,
         baseline_bytes=baseline_bytes,
+        evaluates=prepared.data.evaluation is not None,
         progress=progress,
     )
 
