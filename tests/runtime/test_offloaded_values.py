@@ -30,7 +30,9 @@ from packhorse.program.buffers import BufferId
 from packhorse.program.program import Program
 from packhorse.program.tasks import Copy
 from packhorse.runtime.disk_places import find_places, find_turns
-from packhorse.runtime.saved_values import own_tensors, put_together, take_apart
+from packhorse.runtime.saved_values import map_parts, own_tensors, put_together, take_apart
+from packhorse.storage.mapping import PAGE_BYTES
+from packhorse.units import KIB
 from packhorse.verifier.rules import verify_program
 
 ALL = Ways(activations=("offload",), tied_sum="per_step")
@@ -154,3 +156,14 @@ def test_the_file_is_as_large_as_the_disk_is_full(order, tmp_path: Path) -> None
     num_moved = sum(len(layout.sizes_bytes) for layout in places.saved.values())
     for seen_bytes in (step.disk_written_bytes, step.disk_read_bytes):
         assert moved_bytes <= seen_bytes <= moved_bytes + 4096 * num_moved
+
+
+def test_what_comes_back_from_the_disk_lies_where_the_disk_reads_to() -> None:
+    sizes = (3 * PAGE_BYTES * 16 + 5, 100, 0, 64 * KIB)
+    parts = map_parts(SavedLayout(places=(0, 1, 2, 3), sizes_bytes=sizes))
+    assert tuple(part.untyped_storage().nbytes() for part in parts) == sizes
+    assert [part.data_ptr() % PAGE_BYTES for part in (parts[0], parts[3])] == [0, 0]
+    tensor = torch.empty(0, dtype=torch.float32).set_(parts[3].untyped_storage(), 0, (16 * KIB,))
+    parts[3].fill_(0)
+    del parts  # the tensor over them holds its bytes
+    assert not tensor.any()

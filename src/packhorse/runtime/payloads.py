@@ -24,6 +24,7 @@ from packhorse.runtime.disk import DiskTier
 from packhorse.runtime.saved_values import (
     Payload,
     empty_parts,
+    map_parts,
     own_tensors,
     put_together,
     take_apart,
@@ -134,7 +135,7 @@ class Payloads:
     def _move_saved(self, task: Copy, source: Payload, layout: SavedLayout) -> Payload:
         """Copy the storages that a buffer owns, each once, and lay its tensors over the copies."""
         if task.source == "disk":
-            parts = empty_parts(layout, torch.device("cpu"))
+            parts = map_parts(layout)
             for index, part in enumerate(parts):
                 self._disk.read_part(task.buffer, index, part.data_ptr())
             parts = tuple(part.to(self._devices[task.target]) for part in parts)

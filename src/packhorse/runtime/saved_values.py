@@ -7,7 +7,9 @@ dtype, shape, stride and offset. Tensors that are views of anything else stay as
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,8 +18,11 @@ from packhorse.errors import AuditError
 from packhorse.graph.code import SavedLayout
 from packhorse.graph.trace import Traced
 from packhorse.program.buffers import Buffer, BufferId
+from packhorse.units import KIB
 
 Payload = tuple[Tensor, ...]
+
+_MAP_FROM_BYTES: Final = 64 * KIB
 
 
 def find_saved_layouts(traced: Traced, buffers: Iterable[Buffer]) -> Mapping[BufferId, SavedLayout]:
@@ -70,6 +75,20 @@ def own_tensors(payload: Payload, layout: SavedLayout | None) -> Payload:
 def empty_parts(layout: SavedLayout, device: torch.device) -> tuple[Tensor, ...]:
     """Bytes for each storage, not yet written."""
     return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in layout.sizes_bytes)
+
+
+def map_parts(layout: SavedLayout) -> tuple[Tensor, ...]:
+    """Bytes for each storage in memory, at addresses that a disk reads to without a detour.
+
+    Pages come as they are written and go with the last tensor over them.
+    """
+    return tuple(_map_bytes(size) for size in layout.sizes_bytes)
+
+
+def _map_bytes(size_bytes: int) -> Tensor:
+    if size_bytes < _MAP_FROM_BYTES:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
 
 
 def _view(tensor: Tensor, part: Tensor) -> Tensor:
