@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from packhorse.errors import InputError, MismatchError
-from packhorse.machine.spec import Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
+from packhorse.machine.spec import Emulation, Heap, Link, Machine, MatmulPoint, Tier, UpdateRate
 from packhorse.profile.spec import BodyTime, Profile
 from packhorse.program.buffers import Buffer, Chunk, ChunkId, Layout, Pool, PoolId
 from packhorse.program.program import Program
@@ -131,6 +131,32 @@ def test_blocks_take_longer_in_a_run_that_showed_it():
     assert costs(machine=slow, heap="map").duration_ns(task) == TASK_NS + 3750
     copy = Copy(buffer="param/0", source="disk", target="device")
     assert costs(machine=slow).duration_ns(copy) == costs().duration_ns(copy)
+
+
+def test_gradients_get_new_pages_where_chunks_take_turns_in_memory():
+    copy = Copy(buffer="param/0", source="disk", target="device")
+    moving = replace(PROGRAM, tasks=(copy,))
+    pages = replace(
+        MACHINE,
+        num_threads=1,
+        links=(replace(MACHINE.links[0], core_ns_per_byte=0.25), MACHINE.links[1]),
+    )
+    first = run_block(Backward, writes=("grad/0", "value/h1@0"))
+    later = run_block(Backward, reads=("grad/0",), writes=("grad/0",))
+
+    def extra_ns(task, machine, program):
+        found = costs(machine=machine, program=program)
+        return found.duration_ns(task) - costs(machine=machine).duration_ns(task)
+
+    assert extra_ns(first, pages, moving) == 4000 // 4
+    assert extra_ns(run_block(WeightGrad, writes=("grad/0",)), pages, moving) == 4000 // 4
+    assert extra_ns(later, pages, moving) == 0
+    assert extra_ns(first, pages, PROGRAM) == 0
+    untold = replace(pages, links=MACHINE.links)
+    assert extra_ns(first, untold, moving) == 0
+    acted = replace(pages, emulation=Emulation(of="another", slowdown=2.0))
+    assert extra_ns(first, acted, moving) == 0
+    assert extra_ns(first, replace(pages, device="cuda"), moving) == 0
 
 
 def test_only_later_microbatches_pay_for_adding_their_gradients():

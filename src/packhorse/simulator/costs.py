@@ -8,7 +8,8 @@ What is modelled:
     Forward, Recompute, Backward   the body's time, times the machine's compute_scale, and times
                                    1 + map_cost when the heap is mapped
     InputGrad, WeightGrad          a Backward's time, shared out by what the halves compute and move
-    Backward, WeightGrad           plus adding to gradients of earlier micro-batches
+    Backward, WeightGrad           plus adding to gradients of earlier micro-batches, and plus the
+                                   pages of those that it begins, where chunks take turns in memory
     Copy, Import, Export           latency + bytes / link rate
     Update                         bytes that it moves, at the rate at which fused AdamW moves them,
                                    those of scaling the gradient included where it clips
@@ -183,13 +184,13 @@ class TaskCosts:
                 return TASK_NS + self._heaped(self._body_time(task.block).forward_ns)
             case Backward():
                 time = self._body_time(task.block)
-                return TASK_NS + self._heaped(time.backward_ns) + self._gradient_ns(task)
+                return TASK_NS + self._heaped(time.backward_ns) + self._gradients_ns(task)
             case InputGrad():
                 return TASK_NS + self._heaped(self._input_ns(task.block))
             case WeightGrad():
                 whole_ns = self._body_time(task.block).backward_ns
                 rest_ns = whole_ns - self._input_ns(task.block)
-                return TASK_NS + self._heaped(rest_ns) + self._gradient_ns(task)
+                return TASK_NS + self._heaped(rest_ns) + self._gradients_ns(task)
             case Update():
                 return TASK_NS + self._update_ns(task)
             case SegmentNorm():
@@ -248,7 +249,28 @@ class TaskCosts:
             scale *= 1 + self.machine.heap.map_cost
         return duration_ns if scale == 1 else ceil(duration_ns * scale)
 
-    def _gradient_ns(self, task: Backward | WeightGrad) -> int:
+    def _gradients_ns(self, task: Backward | WeightGrad) -> int:
+        return self._pages_ns(task) + self._added_ns(task)
+
+    def _pages_ns(self, task: Backward | WeightGrad) -> int:
+        # Bodies are measured with gradients that have their pages. In a step whose chunks take
+        # turns in memory, one that is begun gets pages that the kernel makes and clears, as a read
+        # does: where that was measured, it counts.
+        if not self._page_ns_per_byte:
+            return 0
+        begun = set(task.writes).difference(task.reads)
+        made = tuple(buffer for buffer in begun if buffer.startswith("grad/"))
+        return round(self._sizes_of(made) * self._page_ns_per_byte)
+
+    @cached_property
+    def _page_ns_per_byte(self) -> float:
+        is_here = self.machine.device.startswith("cpu") and self.machine.emulation is None
+        link = self.machine.link("disk", "device")
+        if link is None or not is_here or not has_transfers(self.program.tasks):
+            return 0.0
+        return link.core_ns_per_byte or 0.0
+
+    def _added_ns(self, task: Backward | WeightGrad) -> int:
         # A body's time is that of its first micro-batch, which writes its gradients into their
         # chunks. Later ones write them into workspace and add from there: two reads, one write.
         if not self.program.layout.chunks or not _names_any("grad/", task.reads):
