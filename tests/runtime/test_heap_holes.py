@@ -11,15 +11,14 @@ import pytest
 from packhorse.graph.liveness import HeapUse
 from packhorse.program.buffers import Buffer, BufferId, Layout, Pool, PoolId, saved_id
 from packhorse.program.program import Program
-from packhorse.program.tasks import Copy, Forward, Task
+from packhorse.program.tasks import Copy, Forward
 from packhorse.runtime.memory.heap import (
+    count_live_blocks,
     open_holes,
     seal_holes,
     set_heap_mode,
     settle_heap,
-    size_blocks,
     trim_heap,
-    unused_page_bytes,
 )
 from packhorse.runtime.memory.process_heap import ProcessHeap
 from packhorse.units import KIB, MIB
@@ -97,7 +96,11 @@ def test_large_blocks_of_a_kept_heap_leave_no_holes_for_small_ones(libc: ctypes.
         libc.free(block)
 
 
-def make_room(heap: ProcessHeap, task: Task, *, large_bytes: int = 0, small_bytes: int = 0) -> None:
+def make_room(
+    heap: ProcessHeap, task: Forward, *, large_bytes: int = 0, small_bytes: int | None = None
+) -> None:
+    """Run a body that takes nothing of what it may."""
+    small_bytes = task.workspace_bytes if small_bytes is None else small_bytes
     with heap.room(task, HeapUse(large_bytes=large_bytes, small_bytes=small_bytes)):
         pass
 
@@ -110,13 +113,14 @@ def test_free_pages_go_before_the_process_outgrows_what_is_granted(libc: ctypes.
     granted = Pool(id=PoolId("heap"), tier="device", capacity_bytes=72 * MIB)
     heap = ProcessHeap("keep", [granted])
     before = resident_bytes()
+    make_room(heap, make_forward(24 * MIB))
     blocks = [libc.malloc(4 * MIB) for _ in range(12)]
     for block in blocks:
         ctypes.memset(block, 1, 4 * MIB)
     fence = libc.malloc(1024)  # the heap's end stays where it is
     for block in blocks:
         libc.free(block)
-    make_room(heap, make_forward(24 * MIB))  # served from what is free
+    make_room(heap, make_forward(24 * MIB))  # served from what is free, as before
     assert resident_bytes() - before > 40 * MIB
     make_room(heap, make_forward(64 * MIB))  # some of it comes on top
     assert resident_bytes() - before < 8 * MIB
@@ -157,26 +161,50 @@ def test_pages_that_went_back_serve_no_body(libc: ctypes.CDLL) -> None:
     heap.close()
 
 
-def test_unused_pages_are_those_of_free_blocks_that_have_any(libc: ctypes.CDLL) -> None:
-    set_heap_mode("keep")
-    trim_heap()
-    before = unused_page_bytes()
-    blocks = [libc.malloc(8 * MIB) for _ in range(8)]
+def test_a_body_that_made_the_heap_grow_counts_as_if_it_did_again(libc: ctypes.CDLL) -> None:
+    granted = Pool(id=PoolId("heap"), tier="device", capacity_bytes=72 * MIB)
+    heap = ProcessHeap("keep", [granted])
+    before = resident_bytes()
+    task = make_forward(20 * MIB)
+    modest = HeapUse(large_bytes=0, small_bytes=19 * MIB)
+    greedy = HeapUse(large_bytes=0, small_bytes=20 * MIB)
+    with heap.room(task, modest):
+        pass
+    with heap.room(task, greedy):
+        blocks = [libc.malloc(4 * MIB) for _ in range(3)]
+        for block in blocks:
+            ctypes.memset(block, 1, 4 * MIB)
+    blocks += [libc.malloc(4 * MIB) for _ in range(10)]
     fence = libc.malloc(128 * KIB)
     for block in blocks:
-        ctypes.memset(block, 1, 8 * MIB)
-    assert abs(unused_page_bytes() - before) < MIB
-    for block in blocks[::2]:
+        ctypes.memset(block, 1, 4 * MIB)
         libc.free(block)
-    assert abs(unused_page_bytes() - before - 32 * MIB) < MIB
-    trim_heap()
-    assert abs(unused_page_bytes() - before) < MIB
+    beside = mmap.mmap(-1, 6 * MIB)
+    for offset in range(0, 6 * MIB, mmap.PAGESIZE):
+        beside[offset] = 1
+    assert resident_bytes() - before > 56 * MIB
+    with heap.room(task, modest):
+        assert resident_bytes() - before > 56 * MIB
+    with heap.room(task, greedy):  # 12 MiB more are too many
+        assert resident_bytes() - before < 10 * MIB
+    libc.free(fence)
+    beside.close()
+    heap.close()
+
+
+def test_live_blocks_are_counted_where_they_lie(libc: ctypes.CDLL) -> None:
+    set_heap_mode("keep")
     sealed = seal_holes("keep")
-    assert size_blocks(sealed) >= 31 * MIB
-    assert abs(unused_page_bytes(size_blocks(sealed)) - before) < MIB
-    open_holes(sealed)
-    for block in (*blocks[1::2], fence):
+    before = count_live_blocks()
+    small, large = libc.malloc(8 * MIB), libc.malloc(24 * MIB)
+    after = count_live_blocks()
+    assert before is not None
+    assert after is not None
+    assert abs(after.heap_bytes - before.heap_bytes - 8 * MIB) < MIB
+    assert abs(after.mapped_bytes - before.mapped_bytes - 24 * MIB) < MIB
+    for block in (small, large):
         libc.free(block)
+    open_holes(sealed)
 
 
 def test_a_heap_is_mapped_while_it_would_outgrow_what_is_granted(libc: ctypes.CDLL) -> None:
@@ -248,6 +276,7 @@ def test_what_a_body_leaves_counts_as_much_as_its_workspace(libc: ctypes.CDLL) -
     trim_heap()
     heap = ProcessHeap("keep", program.pools, [program], resident_bytes() + 48 * MIB)
     before = resident_bytes()
+    make_room(heap, make_forward(24 * MIB))
     fence = keep_free_pages(libc)
     make_room(heap, make_forward(24 * MIB))
     assert resident_bytes() - before > 12 * MIB

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import mmap
-import re
-from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from packhorse.graph.liveness import LARGE_BLOCK_BYTES
 from packhorse.units import KIB, MIB
@@ -28,7 +25,6 @@ KEEP_BELOW_BYTES: Final = LARGE_BLOCK_BYTES
 _SMALL_BYTES: Final = 4 * MIB
 # Below 512 bytes, such objects lie in Python's own pools.
 _OBJECT_BYTES: Final = 400
-_HEAP_LINE: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*\[heap\]$", re.MULTILINE)
 
 
 def set_heap_mode(mode: Literal["keep", "map"]) -> bool:
@@ -118,42 +114,21 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def unused_page_bytes(sealed_bytes: int = 0) -> int:
-    """Bytes of pages that the heap holds beyond what lies in it; 0 where nobody counts.
+class LiveBlocks(NamedTuple):
+    """Bytes of the blocks in use: inside the heap, its occupied holes included, and mapped."""
 
-    Free blocks whose pages went back hold none, so this is less than the free blocks come to.
+    heap_bytes: int
+    mapped_bytes: int
 
-    Args:
-        sealed_bytes: of the occupied holes, which lie in the heap and hold no pages.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "mallinfo2") or not hasattr(libc, "mincore"):
-        return 0
+
+def count_live_blocks() -> LiveBlocks | None:
+    """Count the blocks in use; None where nobody does."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return None
     libc.mallinfo2.restype = _Counts
     counts: _Counts = libc.mallinfo2()
-    return max(0, _present_bytes(libc) - (int(counts.uordblks) - sealed_bytes))
-
-
-def size_blocks(blocks: tuple[int, ...]) -> int:
-    """Bytes of blocks of the heap, as its allocator counts them."""
-    libc = ctypes.CDLL(None)
-    if not blocks or not hasattr(libc, "malloc_usable_size"):
-        return 0
-    libc.malloc_usable_size.restype = ctypes.c_size_t
-    libc.malloc_usable_size.argtypes = [ctypes.c_void_p]
-    return sum(int(libc.malloc_usable_size(block)) for block in blocks)
-
-
-def _present_bytes(libc: ctypes.CDLL) -> int:
-    """Bytes of the heap's pages that are there."""
-    found = _HEAP_LINE.search(Path("/proc/self/maps").read_text(encoding="utf-8"))
-    if found is None:
-        return 0
-    first, end = int(found[1], 16), int(found[2], 16)
-    present = ctypes.create_string_buffer((end - first) // mmap.PAGESIZE)
-    if libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(end - first), present):
-        return 0  # it has shrunk meanwhile
-    return present.raw.count(b"\x01") * mmap.PAGESIZE
+    return LiveBlocks(int(counts.uordblks), int(counts.hblkhd))
 
 
 class _Counts(ctypes.Structure):

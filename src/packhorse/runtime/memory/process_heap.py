@@ -21,13 +21,12 @@ from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import Task, workspace_of, writes_of
 from packhorse.runtime.kept_heap import find_heap_buffers, find_kept_bytes
 from packhorse.runtime.memory.heap import (
+    count_live_blocks,
     open_holes,
     seal_holes,
     set_heap_mode,
     settle_heap,
-    size_blocks,
     trim_heap,
-    unused_page_bytes,
 )
 from packhorse.units import MIB
 
@@ -46,6 +45,9 @@ class _Taking(NamedTuple):
     # What the process held before a task began to take so much.
     held_bytes: int
     size_bytes: int
+
+
+_Kind = tuple[type[Task], HeapUse]
 
 
 class ProcessHeap:
@@ -89,6 +91,10 @@ class ProcessHeap:
         # A kept heap that is mapped now: the tasks for which it is, and the holes occupied for it.
         self._mapped_for: set[object] = set()
         self._sealed_for_now: tuple[int, ...] = ()
+        # Since free pages went back last: what the process held beyond live blocks then, and by how
+        # much the heap grew when a kind of body ran last.
+        self._tight_bytes = self._beyond_blocks_bytes()
+        self._growth_bytes: dict[_Kind, int] = {}
 
     def settle(self, program: Program, proof: Proof) -> None:
         """Let a kept heap take what a program will use, once, so that it peaks the first time."""
@@ -118,38 +124,61 @@ class ProcessHeap:
         with self._lock:
             most_bytes = self._make_room(self._limit_bytes, place, task, use)
             self._taking[place] = _Taking(self._held_bytes(), most_bytes)
+            before_bytes = self._unmapped_bytes()
         try:
             yield
         finally:
             with self._lock:
                 del self._taking[place]
+                if use is not None and not self._mapped_for:
+                    grown_bytes = self._unmapped_bytes() - before_bytes
+                    self._growth_bytes[type(task), use] = max(0, grown_bytes)
                 self._keep_again(place)
 
     def _make_room(self, limit_bytes: int, place: object, task: Task, use: HeapUse | None) -> int:
         """Give back what has to go; returns what the task may take."""
-        held_bytes, body_bytes = self._held_bytes(), self._body_bytes(task)
-        small_bytes = most_bytes = body_bytes
-        kept = self._mode == "keep"
-        if kept and not self._mapped_for and use is not None:
-            small_bytes = max(use.small_bytes, body_bytes - use.large_bytes)
-            most_bytes = use.large_bytes + small_bytes + small_bytes // _WASTED
-        need_bytes = most_bytes + self._beside_bytes(held_bytes)
-        if held_bytes + need_bytes <= limit_bytes:
-            return most_bytes
-        if kept:
-            sealed_bytes = size_blocks((*self._sealed, *self._sealed_for_now))
-            usable_bytes = unused_page_bytes(sealed_bytes) // _USABLE
-            if held_bytes + need_bytes - min(small_bytes, usable_bytes) <= limit_bytes:
+        held_bytes, most_bytes = self._held_bytes(), self._body_bytes(task)
+        beside_bytes = self._beside_bytes(held_bytes)
+        if self._mode == "map" or self._mapped_for or use is None:
+            if held_bytes + most_bytes + beside_bytes <= limit_bytes:
                 return most_bytes
-        elif held_bytes < self._repeat_bytes:
-            return most_bytes
+            if self._mode == "map" and held_bytes < self._repeat_bytes:
+                return most_bytes
+        else:
+            small_bytes = max(use.small_bytes, most_bytes - use.large_bytes)
+            new_bytes = small_bytes + small_bytes // _WASTED
+            most_bytes = use.large_bytes + new_bytes
+            if held_bytes + most_bytes + beside_bytes <= limit_bytes:
+                return most_bytes
+            # What such a body found in the heap the last time it may find again.
+            known_bytes = self._growth_bytes.get((type(task), use))
+            if known_bytes is not None:
+                new_bytes = max(known_bytes, new_bytes - self._unused_bytes() // _USABLE)
+                likely_bytes = use.large_bytes + new_bytes
+                if held_bytes + likely_bytes + beside_bytes <= limit_bytes:
+                    return likely_bytes
         trim_heap()
         held_bytes = self._held_bytes()
+        self._tight_bytes = self._beyond_blocks_bytes()
+        self._growth_bytes.clear()
         self._repeat_bytes = held_bytes + _REPEAT_BYTES
-        if kept and held_bytes + need_bytes > limit_bytes:
+        if self._mode == "keep" and held_bytes + most_bytes + beside_bytes > limit_bytes:
             self._map(place)
-            return body_bytes
+            return self._body_bytes(task)
         return most_bytes
+
+    def _unused_bytes(self) -> int:
+        """Pages that the heap holds beyond what lives in it: those that it got since they went."""
+        return max(0, self._beyond_blocks_bytes() - self._tight_bytes)
+
+    def _beyond_blocks_bytes(self) -> int:
+        live = count_live_blocks()
+        # Where nobody counts nothing is known to be free.
+        return 0 if live is None else self._held_bytes() - live.heap_bytes - live.mapped_bytes
+
+    def _unmapped_bytes(self) -> int:
+        live = count_live_blocks()
+        return self._held_bytes() - (0 if live is None else live.mapped_bytes)
 
     def _beside_bytes(self, held_bytes: int) -> int:
         """What other lanes are still to take: what the process has grown by since is there."""
@@ -181,6 +210,8 @@ class ProcessHeap:
             open_holes(self._sealed_for_now)
             self._sealed_for_now = ()
             set_heap_mode("keep")
+            # The holes that are open again have no pages, and what else is free is not known.
+            self._tight_bytes = self._beyond_blocks_bytes()
 
     def close(self) -> None:
         """Open the holes."""
