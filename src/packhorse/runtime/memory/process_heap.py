@@ -34,7 +34,7 @@ from packhorse.units import MIB
 # much.
 _REPEAT_BYTES: Final = 4 * MIB
 # What objects, other lanes and the kernel's own count may add while a body runs.
-_RESERVE_BYTES: Final = 4 * MIB
+_RESERVE_BYTES: Final = 6 * MIB
 # Blocks of other sizes leave half of a kept heap's unused pages in pieces that serve no block of a
 # body; and what the body itself frees may serve none of its later ones: measured, a quarter of it.
 _USABLE: Final = 2
