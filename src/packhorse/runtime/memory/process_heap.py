@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Final, Literal, NamedTuple
 
 from packhorse.graph.liveness import HeapUse
-from packhorse.machine.process_memory import resident_bytes
+from packhorse.machine.process_memory import ResidentMeter
 from packhorse.program.buffers import BufferId, Pool, PoolId
 from packhorse.program.program import Program, Proof
 from packhorse.program.tasks import Task, workspace_of, writes_of
@@ -70,6 +70,7 @@ class ProcessHeap:
         unfilled_bytes: Callable[[PoolId], int] = lambda _: 0,
     ) -> None:
         self._mode: Literal["keep", "map"] = mode
+        self._meter = ResidentMeter()
         pools, programs = tuple(pools), tuple(programs)
         # A pool that bodies share with chunks is filled by the one or the other.
         shared = {program.workspace_pool for program in programs}
@@ -82,7 +83,7 @@ class ProcessHeap:
         trim_heap()
         self._limit_bytes: int | None = None
         if granted_bytes:
-            limit_bytes = limit_bytes or resident_bytes() + granted_bytes
+            limit_bytes = limit_bytes or self._meter.read() + granted_bytes
             self._limit_bytes = limit_bytes - _RESERVE_BYTES
         self._sizes: Mapping[BufferId, int] = find_heap_buffers(programs) if mode == "keep" else {}
         self._repeat_bytes = 0
@@ -190,7 +191,7 @@ class ProcessHeap:
 
     def _held_bytes(self) -> int:
         """What the process holds, with chunks as they may become."""
-        return resident_bytes() + sum(map(self._unfilled_bytes, self._chunk_pools))
+        return self._meter.read() + sum(map(self._unfilled_bytes, self._chunk_pools))
 
     def _body_bytes(self, task: Task) -> int:
         made_bytes = sum([self._sizes.get(buffer, 0) for buffer, _ in writes_of(task)])
