@@ -115,6 +115,7 @@ class TrainingLoop:
                     if self.signals.ask() is not None or self._waits_after(step):
                         self.session.settle()
             except GivenUpError:
+                self.signals.ask()
                 kept = self.session.give_up(step - 1)
                 self.note(
                     f"what is after step {kept} is given up for {self.signals.name}: it takes more"
