@@ -148,7 +148,23 @@ class StuckError(RunFailedError):
 
 
 class PeerLostError(RunFailedError):
-    """Another rank has failed or is gone; names what this one waited for."""
+    """Another rank has failed or is gone; names what this one waited for.
+
+    Args:
+        peer: the rank that this one had to do with when it noticed; None where it was no single
+            one.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        fix: str | None = None,
+        peer: int | None = None,
+    ) -> None:
+        self.peer = peer
+        super().__init__(what, where=where, fix=fix)
 
 
 class StoppedError(PackhorseError):

@@ -71,7 +71,7 @@ def test_the_table_has_a_line_for_ranks_and_links_that_are_alike(capsys) -> None
 
 def test_a_peer_that_falls_silent_between_messages_is_named() -> None:
     attendees = tuple(
-        Attendee(rank=rank, host=f"node-{rank}", address=f"10.0.0.{rank}", port=1)
+        Attendee(rank=rank, host=f"node-{rank}", address=f"10.0.0.{rank}", port=1, pid=rank)
         for rank in range(2)
     )
     meeting = Meeting(

@@ -15,7 +15,7 @@ from packhorse.runtime.transport import meeting as meeting_module
 from packhorse.runtime.transport import seats
 from packhorse.runtime.transport.meeting import Meeting
 from packhorse.runtime.transport.seats import LOOPBACK, find_address, is_seated, read_seat
-from packhorse.runtime.transport.store import find_word
+from packhorse.runtime.transport.store import Word, find_word
 
 SHORT = timedelta(milliseconds=200)
 LONG = timedelta(seconds=20)
@@ -114,7 +114,7 @@ def test_a_rank_that_fails_lets_the_others_go_at_once() -> None:
     error, word = hold(2, fail)
     assert isinstance(error, PeerLostError)
     assert error.what == "another rank has failed: rank 1: the disk is full"
-    assert word == "rank 1: the disk is full"
+    assert word == Word(rank=1, what="the disk is full", by=1)
 
 
 def test_who_cannot_be_reached_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from packhorse.cli.plan import make_plan
 from packhorse.cli.probe import probe
 from packhorse.cli.schedule import show_schedule
 from packhorse.cli.schema import print_schema
+from packhorse.cli.seats import speaks_for_host
 from packhorse.cli.simulate import simulate
 from packhorse.cli.train import NEWEST, train_recipe
 from packhorse.errors import PackhorseError
@@ -121,7 +122,8 @@ def run_arguments(arguments: Sequence[str]) -> int:
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         place = "packhorse" if context is None else str(context.command_path)
-        report_usage(error.format_message(), place, as_json=as_json)
+        if speaks_for_host():
+            report_usage(error.format_message(), place, as_json=as_json)
         return BAD_INPUT
     except PackhorseError as error:
         return report_error(error, as_json=as_json)

@@ -67,7 +67,7 @@ def train_recipe(
     from packhorse.cli.measured_steps import read_measured_steps
     from packhorse.cli.planning import load_libraries
     from packhorse.cli.screen import Screen
-    from packhorse.cli.seats import find_seat
+    from packhorse.cli.seats import find_seat, spell_launcher
     from packhorse.cli.train_ranks import TrainRequest, train_seated
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.compiler.lower import lower_plan
@@ -80,26 +80,30 @@ def train_recipe(
 
     seat = find_seat()
     screen = Screen(as_json=as_json, muted=seat is not None and seat.rank > 0)
-    loaded = load_recipe(recipe, settings or ())
-    for warning in loaded.warnings:
-        screen.warn(warning)
-    beginning = read_resume(
-        True if resume == NEWEST else resume, loaded.recipe.resume_from_checkpoint
-    )
     choice = MachineChoice(name=machine, budget=budget, memory=memory)
-    go_on = _spell_resume(recipe, choice, settings or ())
-    if seat is not None:
-        request = TrainRequest(
+    go_on = _spell_resume(recipe, choice, settings or (), launcher=spell_launcher(seat))
+
+    def read() -> TrainRequest:
+        loaded = load_recipe(recipe, settings or ())
+        for warning in loaded.warnings:
+            screen.warn(warning)
+        return TrainRequest(
             path=recipe,
             loaded=loaded,
             plan=plan,
-            beginning=beginning,
+            beginning=read_resume(
+                True if resume == NEWEST else resume, loaded.recipe.resume_from_checkpoint
+            ),
             choice=choice,
             audit=audit,
             go_on=go_on,
         )
-        train_seated(request, screen)
+
+    if seat is not None:
+        train_seated(read, screen)
         return
+    request = read()
+    loaded, beginning = request.loaded, request.beginning
     # A refusal should not come after minutes of planning.
     if loaded.recipe.run_folder.is_dir():
         claim_run(loaded.recipe.run_folder).close()
@@ -288,9 +292,11 @@ def run_planned(
     return watcher.summary
 
 
-def _spell_resume(recipe: Path, choice: MachineChoice, settings: Sequence[str]) -> str:
+def _spell_resume(
+    recipe: Path, choice: MachineChoice, settings: Sequence[str], *, launcher: Sequence[str]
+) -> str:
     """The command that goes on with a run: as it was typed, but from its newest state."""
-    words = ["packhorse", "train", str(recipe), "--resume"]
+    words = [*launcher, "packhorse", "train", str(recipe), "--resume"]
     typed = {"--machine": choice.name, "--budget": choice.budget, "--memory": choice.memory}
     for option, value in typed.items():
         words += [option, value] if value is not None else []

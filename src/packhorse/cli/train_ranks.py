@@ -6,15 +6,20 @@ rank. Every rank prepares and proves the same; the first one plans for all, and 
 
 from __future__ import annotations
 
-import json
+import os
+import platform
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+import typer
+
+from packhorse.cli.failures import report_error
 from packhorse.cli.machines import MachineChoice
-from packhorse.errors import DoesNotFitError, MismatchError, PackhorseError
+from packhorse.errors import DoesNotFitError
 
 if TYPE_CHECKING:
     from packhorse.cli.planning import Planned
@@ -22,12 +27,10 @@ if TYPE_CHECKING:
     from packhorse.machine.cluster import Cluster
     from packhorse.runtime.transport.meeting import Meeting
     from packhorse.trainer.crew import Crew
+    from packhorse.trainer.rank_ends import RankEnds
     from packhorse.trainer.recipe import Recipe
     from packhorse.trainer.recipe_files import LoadedRecipe
     from packhorse.trainer.run_folder import Resume
-
-END_WAIT: Final = timedelta(minutes=30)
-"""How long the first rank may take to save the model, with all others done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,84 +46,82 @@ class TrainRequest:
     go_on: str
 
 
-def train_seated(request: TrainRequest, screen: Screen) -> None:
+def train_seated(read: Callable[[], TrainRequest], screen: Screen) -> None:
     """Meet the other ranks that torchrun has started, and train with them.
 
+    Args:
+        read: reads the recipe and what else was typed.
+
     Raises:
-        as `train_on_ranks`.
+        what `train_on_ranks` raises, on the rank that speaks of it for all.
+        typer.Exit: on all others.
     """
-    from packhorse.runtime.transport.meeting import join_meeting
+    from packhorse.runtime.transport.meeting import open_meeting
+    from packhorse.trainer.rank_ends import RankEnds, SilentEndError
+    from packhorse.trainer.stop_signals import ignore_signals, stop_at_once
 
-    meeting = join_meeting()
+    meeting = open_meeting(os.environ)
+    report = partial(report_error, as_json=screen.as_json)
+    # Where one rank ends, the launcher ends all others with a signal: those still have to say why.
+    ignore_signals()
     try:
-        train_on_ranks(request, meeting, screen)
-        meeting.barrier(wait=END_WAIT)
-    except PackhorseError as error:
-        meeting.abort(error.what)
-        raise
-    finally:
-        meeting.close()
+        with RankEnds(meeting, report=report) as ends, stop_at_once():
+            meeting.connect(os.environ)
+            ends.look_out()
+            request = read()
+            ends.note_run(request.loaded.recipe.run_folder, request.go_on)
+            train_on_ranks(request, meeting, ends, screen)
+            ends.finish()
+    except SilentEndError as error:
+        raise typer.Exit(error.exit_code) from error
 
 
-def train_on_ranks(request: TrainRequest, meeting: Meeting, screen: Screen) -> None:
-    """Plan on the first rank, and train on all.
+def train_on_ranks(request: TrainRequest, meeting: Meeting, ends: RankEnds, screen: Screen) -> None:
+    """Compare the ranks, plan on the first one, and train on all.
 
     Args:
         screen: silent on all ranks but the first.
 
     Raises:
         MismatchError: ranks have different versions, recipes or models; names the difference.
+        InputError: they do not share the run folder.
         PeerLostError: another rank has failed, or is gone.
         and what `packhorse train` of one rank raises, on the rank where it went wrong.
     """
     from packhorse.cli.planning import load_libraries
     from packhorse.cli.rank_machines import gather_cluster
     from packhorse.trainer.crew import MetCrew
-    from packhorse.trainer.stop_signals import stop_at_once
+    from packhorse.trainer.shared_folder import check_shared
 
-    crew = MetCrew(meeting)
     recipe = request.loaded.recipe
-    with stop_at_once():
-        check_alike(meeting, describe_rank(recipe))
-        baseline_bytes = load_libraries(screen)
-        cluster = gather_cluster(request.choice, meeting, screen, recipe)
-        if crew.rank:
-            _follow(request, crew, cluster, baseline_bytes)
-        else:
-            _lead(request, crew, cluster, baseline_bytes, screen)
+    ends.whereabouts.tell("comparing the ranks")
+    meeting.compare(describe_rank(recipe), "give every rank the same versions, recipe and settings")
+    check_shared(recipe.run_folder, meeting)
+    crew = MetCrew(meeting, ends.whereabouts)
+    baseline_bytes = load_libraries(screen)
+    ends.whereabouts.tell("measuring the ranks")
+    cluster = gather_cluster(request.choice, meeting, screen, recipe)
+    if crew.rank:
+        _follow(request, crew, cluster, baseline_bytes)
+    else:
+        _lead(request, crew, cluster, baseline_bytes, screen)
 
 
 def describe_rank(recipe: Recipe) -> dict[str, str]:
     """What has to be the same on every rank before anything is done together."""
-    import torch
+    from importlib.metadata import PackageNotFoundError, version
 
     from packhorse import __version__
     from packhorse.trainer.recipe_files import format_recipe
 
-    return {
-        "packhorse": __version__,
-        "torch": torch.__version__,
-        "recipe": sha256(format_recipe(recipe).encode()).hexdigest()[:16],
-    }
-
-
-def check_alike(meeting: Meeting, facts: dict[str, str]) -> None:
-    """Compare facts over ranks.
-
-    Raises:
-        MismatchError: names the first that differs, and the ranks.
-    """
-    found = [json.loads(text) for text in meeting.gather(json.dumps(facts))]
-    for name, value in found[0].items():
-        others = [rank for rank, each in enumerate(found) if each.get(name) != value]
-        if others:
-            rank = others[0]
-            raise MismatchError(
-                f"{name} is {value} on rank 0 and {found[rank].get(name)} on rank {rank}"
-                + (f" and {len(others) - 1} more" if len(others) > 1 else ""),
-                where=f"hosts {meeting.hosts[0]} and {meeting.hosts[rank]}",
-                fix="give every rank the same versions, recipe and settings",
-            )
+    found = {"packhorse": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    found["recipe"] = sha256(format_recipe(recipe).encode()).hexdigest()[:16]
+    return found
 
 
 def _lead(
@@ -141,6 +142,7 @@ def _lead(
         assert joint is not None
         return format_rank_plans(joint.plans)
 
+    crew.tell("planning")
     crew.lead(plan)
     planned = found[0]
     joint = planned.joint
@@ -174,7 +176,9 @@ def _follow(request: TrainRequest, crew: Crew, cluster: Cluster, baseline_bytes:
     from packhorse.trainer.training import train
 
     # The first rank has prepared the data by then: it is read, not made again.
+    crew.tell("waiting for the plans of rank 0")
     plans = parse_rank_plans(crew.lead(str), where="rank 0")
+    crew.tell("tracing the model")
     prepared = prepare_run(request.loaded.recipe, cluster.ranks[crew.rank])
     train(
         prepared,

@@ -19,7 +19,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from packhorse.errors import InputError, MismatchError
+from packhorse.errors import InputError, MismatchError, PeerLostError, StoppedError
 from packhorse.graph.trace import Traced
 from packhorse.model.spec import ParameterName
 from packhorse.optim.optimizers import Optimizer
@@ -198,8 +198,7 @@ class Engine:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
             if error is not None:
-                # Other ranks wait for what does not come any more.
-                self._messages.abort(_first_line(error))
+                self._tell_others(error)
             elif not self._failed:
                 self.settle()
         finally:
@@ -224,6 +223,10 @@ class Engine:
     def scratch_path(self) -> Path | None:
         """The scratch file, or its first part, where there is one."""
         return self._disk.path
+
+    def describe_running(self) -> tuple[str, ...]:
+        """Say what each busy lane is in; any thread may ask."""
+        return self._executor.describe_running()
 
     def load(self, source: StateTransfer) -> None:
         """Fill every state, one chunk at a time; blocks until all are filled.
@@ -421,8 +424,14 @@ class Engine:
             yield
         except BaseException as error:
             self._failed = self._failed or _first_line(error)
-            self._messages.abort(self._failed)
+            self._tell_others(error)
             raise
+
+    def _tell_others(self, error: BaseException) -> None:
+        # Other ranks wait for what does not come any more. What is lost was not lost here, and a
+        # stop is agreed on.
+        if not isinstance(error, PeerLostError | StoppedError):
+            self._messages.abort(_first_line(error))
 
     def _complete(self, run: Running) -> Timeline:
         if not run.is_over:

@@ -149,6 +149,12 @@ class Executor:
         """Whether all that was issued is complete."""
         return not self._pending
 
+    def describe_running(self) -> tuple[str, ...]:
+        """Say what each busy lane is in; any thread may ask."""
+        busy = sorted(self._lanes.running.items())
+        known = [(lane, self._pending.get(number)) for lane, number in busy]
+        return tuple(f"lane {lane} in {say()}" for lane, say in known if say is not None)
+
     def quiesce(self) -> None:
         """Let what runs on the lanes end and drop the rest; nothing can be run any more."""
         self._lanes.close()

@@ -90,6 +90,11 @@ class Lanes(Protocol):
         """Block until all submitted tasks have completed."""
         ...
 
+    @property
+    def running(self) -> Mapping[Lane, int]:
+        """The task that each busy lane is in, or failed in; any thread may ask."""
+        ...
+
     def close(self) -> None:
         """Let what runs now end, drop the rest. Closing twice is harmless."""
         ...
@@ -108,6 +113,11 @@ class LanesAround:
     def wait_all(self) -> None:
         """Block until all submitted tasks have completed."""
         self._lanes.wait_all()
+
+    @property
+    def running(self) -> Mapping[Lane, int]:
+        """See `Lanes`."""
+        return self._lanes.running
 
     def close(self) -> None:
         """Close the lanes within."""
@@ -142,6 +152,11 @@ class InlineLanes:
 
     def wait_all(self) -> None:
         """Nothing is ever pending."""
+
+    @property
+    def running(self) -> Mapping[Lane, int]:
+        """Only the caller's thread is ever busy."""
+        return {}
 
     def close(self) -> None:
         """Nothing is ever pending."""
@@ -231,6 +246,11 @@ class ThreadLanes:
         """Block until all submitted tasks have completed."""
         while self.wait_any():
             pass
+
+    @property
+    def running(self) -> Mapping[Lane, int]:
+        """See `Lanes`."""
+        return self._running.copy()
 
     def close(self) -> None:
         """Let what runs now end, drop the rest, and end the threads.

@@ -7,7 +7,7 @@ the first rank alone, or agreed on: then all ranks do the same in every step.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Final, Protocol, cast
@@ -20,9 +20,13 @@ from packhorse.errors import PackhorseError, PeerLostError
 from packhorse.runtime.transport.processes import Channel, ProcessTransport, explain_loss
 from packhorse.runtime.transport.spec import Transport
 from packhorse.runtime.transport.store import Store
+from packhorse.trainer.whereabouts import Whereabouts
 
-LEAD_WAIT: Final = timedelta(hours=6)
-"""How long the others wait for what the first rank does alone: it may plan, or read all data."""
+LONG_WAIT: Final = timedelta(hours=24)
+"""How long a rank waits for one that lives: it may plan, read all data, or save a large model.
+
+Who does not live any more is found by a `Lookout`, in seconds.
+"""
 
 
 class Met(Protocol):
@@ -45,6 +49,14 @@ class Met(Protocol):
 
     def broadcast(self, text: str | None, *, wait: timedelta | None = None) -> str:
         """Give the first rank's text to all."""
+        ...
+
+    def gather(self, text: str, *, wait: timedelta | None = None) -> list[str]:
+        """Give every rank's text to all, by rank."""
+        ...
+
+    def compare(self, facts: Mapping[str, str], fix: str, *, wait: timedelta | None = None) -> None:
+        """Refuse what differs between ranks."""
         ...
 
 
@@ -76,6 +88,22 @@ class Crew(Protocol):
 
     def agree(self, number: int) -> int:
         """Give the largest number of any rank, on every rank."""
+        ...
+
+    def compare(self, facts: Mapping[str, str], fix: str) -> None:
+        """Check that facts are the same on every rank.
+
+        Raises:
+            MismatchError: names the first that differs, and where; the same on every rank.
+        """
+        ...
+
+    def tell(self, doing: str, *, finished_step: int | None = None) -> None:
+        """Note what this rank begins to do, for who asks when a rank is lost."""
+        ...
+
+    def tell_tasks(self, look: Callable[[], Sequence[str]]) -> None:
+        """Note who knows the tasks that this rank is in; asked from any thread."""
         ...
 
     def open_transport(self, channels: Iterable[Channel]) -> Transport | None:
@@ -117,6 +145,15 @@ class Alone:
         """See Crew."""
         return number
 
+    def compare(self, facts: Mapping[str, str], fix: str) -> None:
+        """See Crew."""
+
+    def tell(self, doing: str, *, finished_step: int | None = None) -> None:
+        """See Crew."""
+
+    def tell_tasks(self, look: Callable[[], Sequence[str]]) -> None:
+        """See Crew."""
+
     def open_transport(self, channels: Iterable[Channel]) -> Transport | None:
         """See Crew."""
         del channels
@@ -142,10 +179,15 @@ ALONE: Final = Alone()
 
 
 class MetCrew:
-    """The crew of a run whose ranks are processes."""
+    """The crew of a run whose ranks are processes; all make theirs together."""
 
-    def __init__(self, meeting: Met) -> None:
+    def __init__(self, meeting: Met, whereabouts: Whereabouts) -> None:
         self._meeting = meeting
+        self._whereabouts = whereabouts
+        # The meeting's own group gives up after seconds.
+        group = dist.new_group(timeout=LONG_WAIT)
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
 
     @property
     def rank(self) -> int:
@@ -160,10 +202,10 @@ class MetCrew:
     def lead(self, work: Callable[[], str]) -> str:
         """See Crew."""
         if self.rank:
-            heard = self._meeting.broadcast(None, wait=LEAD_WAIT)
+            heard = self._meeting.broadcast(None, wait=LONG_WAIT)
             found = cast("dict[str, str]", json.loads(heard))  # as the first rank writes it, below
             if "error" in found:
-                raise PeerLostError(f"rank 0 has failed: {found['error']}", where="rank 0")
+                raise PeerLostError(f"rank 0 has failed: {found['error']}", peer=0)
             return found["found"]
         try:
             text = work()
@@ -181,12 +223,24 @@ class MetCrew:
         """See Crew."""
         largest = torch.tensor([number])
         with self._watching("agreeing"):
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return int(largest.item())
+
+    def compare(self, facts: Mapping[str, str], fix: str) -> None:
+        """See Crew."""
+        self._meeting.compare(facts, fix, wait=LONG_WAIT)
+
+    def tell(self, doing: str, *, finished_step: int | None = None) -> None:
+        """See Crew."""
+        self._whereabouts.tell(doing, finished_step=finished_step)
+
+    def tell_tasks(self, look: Callable[[], Sequence[str]]) -> None:
+        """See Crew."""
+        self._whereabouts.tell_tasks(look)
 
     def open_transport(self, channels: Iterable[Channel]) -> Transport | None:
         """See Crew."""
-        return ProcessTransport(channels, self._meeting.store)
+        return ProcessTransport(channels, self._meeting.store, wait=LONG_WAIT)
 
     def send_text(self, text: str, peer: int) -> None:
         """See Crew."""
@@ -206,20 +260,20 @@ class MetCrew:
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """See Crew."""
-        with self._watching(f"sending to rank {peer}"):
-            dist.send(tensor, peer)
+        with self._watching(f"sending to rank {peer}", peer):
+            dist.send(tensor, peer, group=self._group)
 
     def receive(self, tensor: Tensor, peer: int) -> None:
         """See Crew."""
-        with self._watching(f"waiting for rank {peer}"):
-            dist.recv(tensor, peer)
+        with self._watching(f"waiting for rank {peer}", peer):
+            dist.recv(tensor, peer, group=self._group)
 
     @contextmanager
-    def _watching(self, where: str) -> Generator[None]:
+    def _watching(self, where: str, peer: int | None = None) -> Generator[None]:
         try:
             yield
         except RuntimeError as error:
-            raise explain_loss(self._meeting.store, where, error) from error
+            raise explain_loss(self._meeting.store, where, error, peer) from error
 
 
 def _no_peer(peer: int, *_: object) -> ValueError:

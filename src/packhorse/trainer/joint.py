@@ -7,6 +7,8 @@ only its own is run.
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 from packhorse.compiler.passes.exchange import find_channels
 from packhorse.compiler.ranks import cut_stages, lower_ranks
 from packhorse.errors import MismatchError
@@ -26,7 +28,8 @@ def join_ranks(traced: Traced, plans: RankPlans, crew: Crew) -> tuple[Traced, Jo
         traced: the whole model, as the plans say.
 
     Raises:
-        MismatchError: the plans are of another model, or for another number of ranks.
+        MismatchError: the plans are of another model, or for another number of ranks; ranks have
+            made different programs.
         RuleError: a program breaks a rule, alone or with the others.
     """
     if len(plans.ranks) != crew.num_ranks:
@@ -40,6 +43,11 @@ def join_ranks(traced: Traced, plans: RankPlans, crew: Crew) -> tuple[Traced, Jo
     proofs: dict[ProgramKind, tuple[Proof, ...]] = {
         kind: verify_ranks(found, parts) for kind, found in programs.items()
     }
+    digests = [proof.digest for _, each in sorted(proofs.items()) for proof in each]
+    crew.compare(
+        {"the digest of the programs": sha256(" ".join(digests).encode()).hexdigest()[:16]},
+        "give every rank the same version of Packhorse, then start all of them",
+    )
     joint = Joint(
         programs={kind: found[crew.rank] for kind, found in programs.items()},
         proofs={kind: found[crew.rank] for kind, found in proofs.items()},

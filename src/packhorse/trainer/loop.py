@@ -91,6 +91,7 @@ class TrainingLoop:
                 fix="raise them, or resume from an earlier checkpoint: --resume PATH",
             )
         began = time.monotonic()
+        self.crew.tell("before its next step", finished_step=finished)
         self._announce(finished)
         loss: float | None = None
         eval_loss: float | None = None
@@ -109,11 +110,13 @@ class TrainingLoop:
         for step in range(finished + 1, num_steps + 1):
             try:
                 # What is kept already, or was never begun, is not lost with the step.
+                self.crew.tell(f"in step {step}")
                 with self.signals.giving_up(allowed=self.session.keeps_step(step - 1)):
                     report = self._train_step(step, num_in_process=step - finished)
                     self.session.finish_step(self.saver.describe_state(step))
                     if self.signals.ask() is not None or self._waits_after(step):
                         self.session.settle()
+                self.crew.tell("between steps", finished_step=step)
             except GivenUpError:
                 self.signals.ask()
                 kept = self.session.give_up(step - 1)
@@ -135,6 +138,7 @@ class TrainingLoop:
             if stops and not (step == num_steps and self._is_evaluated(step)):
                 raise self._stop(step, saved_step)
         begin_save = time.monotonic()
+        self.crew.tell("saving the model")
         self.saver.save_model()
         self._tell_saved(self.folder.path, time.monotonic() - begin_save)
         self.session.discard_kept()
@@ -288,6 +292,7 @@ class TrainingLoop:
         batches = self.prepared.data.evaluation
         assert batches is not None
         begin = time.monotonic()
+        self.crew.tell(f"evaluating after step {step}")
         total, num_items = 0.0, 0
         for index in range(batches.steps_per_epoch):
             if self.signals.ask() is not None:
@@ -326,6 +331,7 @@ class TrainingLoop:
 
     def _save_checkpoint(self, step: int) -> None:
         begin = time.monotonic()
+        self.crew.tell(f"saving checkpoint-{step}")
         self.observer.progressed("saving", step, None)
         self._tell_saved(self.saver.save_checkpoint(step), time.monotonic() - begin)
 

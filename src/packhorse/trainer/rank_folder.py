@@ -9,6 +9,7 @@ Metrics, plan, checkpoints and the model are the first rank's, which writes them
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TextIO
@@ -18,6 +19,15 @@ from packhorse.storage.space import explain_failure
 from packhorse.trainer.run_folder import MEASURED_NAME, PREDICTED_NAME, stamp_line
 
 _OWN: Final = (MEASURED_NAME, PREDICTED_NAME)
+
+
+def append_log(run: Path, rank: int, text: str) -> None:
+    """Append lines to a rank's log where there is one. Never fails: it tells how a rank ended."""
+    log = run / "logs" / f"rank-{rank}.log"
+    with suppress(OSError):
+        if log.is_file():
+            with log.open("a", encoding="utf-8") as file:
+                file.write(stamp_line(text))
 
 
 class RankFolder:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from packhorse.checkpoint.folders import checkpoint_path, find_checkpoints
+from packhorse.checkpoint.folders import find_checkpoints
 from packhorse.checkpoint.json_values import JsonObject, JsonValue
 from packhorse.checkpoint.manifest import RunState
 from packhorse.checkpoint.save import (
@@ -121,7 +121,7 @@ class RunSaver:
         recipe = self._prepared.recipe
         if self._crew.rank:
             self._hand_over(model_only=recipe.save_only_model)
-            return checkpoint_path(recipe.run_folder, step)
+            return Path(self._crew.lead(str))
         with CheckpointWriter(
             recipe.run_folder,
             self.describe_state(step),
@@ -130,7 +130,9 @@ class RunSaver:
             model_only=recipe.save_only_model,
         ) as writer:
             self._hand_out(writer.states, writer.write)
-            return writer.commit(save_total_limit=recipe.save_total_limit)
+            limit = recipe.save_total_limit
+            # Others wait: nobody is to be in the next step while this one brings files to the disk.
+            return Path(self._crew.lead(lambda: str(writer.commit(save_total_limit=limit))))
 
     def save_model(self) -> Path:
         """Save the model at the top of the run folder; blocks until it is on the disk.
@@ -141,10 +143,10 @@ class RunSaver:
         folder = self._prepared.recipe.run_folder
         if self._crew.rank:
             self._hand_over(model_only=True)
-            return folder
+            return Path(self._crew.lead(str))
         with ModelWriter(folder, self._tensors, add_files=self._add_files()) as writer:
             self._hand_out(writer.states, writer.write)
-            return writer.commit()
+            return Path(self._crew.lead(lambda: str(writer.commit())))
 
     def check_state(self, state: RunState) -> tuple[str, ...]:
         """Refuse a checkpoint of other data, seed or batch; say what else differs.

@@ -189,6 +189,10 @@ class Session:
         once = sum(body.forward_flops + body.backward_flops for body in bodies)
         return once * self.plan.numerics.num_microbatches
 
+    def describe_running(self) -> tuple[str, ...]:
+        """Say what each busy lane is in; any thread may ask."""
+        return self._engine.describe_running()
+
     def begin(self, weights: WeightSource) -> None:
         """Fill the parameters; optimizer states begin as zeros."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Final, Self
@@ -119,6 +119,15 @@ class AgreedSignals:
             yield
 
 
+def ignore_signals() -> None:
+    """Let signals do nothing from now on, but inside of blocks that handle them.
+
+    The process is about to end, and is to say with which exit code.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def stop_at_once() -> Generator[None]:
     """Inside, in the main thread, a signal raises `StoppedError`: there is nothing to save yet."""
@@ -130,12 +139,18 @@ def stop_at_once() -> Generator[None]:
             fix="start it again with the same command",
         )
 
+    with _handling(stop):
+        yield
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
     before: dict[signal.Signals, Any] = {}  # handlers have no common type
     try:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                before[number] = signal.signal(number, stop)
+                before[number] = signal.signal(number, handler)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

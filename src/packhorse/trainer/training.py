@@ -12,6 +12,7 @@ others a log in it.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from hashlib import sha256
 
 from packhorse.graph.trace import Traced
 from packhorse.machine.cluster import Cluster
@@ -112,6 +113,11 @@ def train(
         whole = trace_for_plan(prepared, own_plan) if traced is None else traced
         own, joint = whole, None
         if isinstance(plan, RankPlans):
+            crew.tell("proving the programs")
+            crew.compare(
+                _describe_run(prepared, whole, plan),
+                "give every rank the same versions, model and data, then start all of them",
+            )
             own, joint = join_ranks(whole, plan, crew)
         session = stack.enter_context(
             Session(
@@ -130,6 +136,8 @@ def train(
                 joint=joint,
             )
         )
+        crew.tell_tasks(session.describe_running)
+        crew.tell("loading the states")
         weights = prepared.open_weights()
         stack.callback(weights.close)
         source: ValueSource = weights
@@ -180,6 +188,18 @@ def train(
         for text in notes:
             run.note(text)
         return run.go(finished)
+
+
+def _describe_run(prepared: PreparedRun, whole: Traced, plans: RankPlans) -> dict[str, str]:
+    """What has to be the same on every rank before programs are made from it."""
+    data = prepared.data
+    held_out = "none" if data.evaluation is None else data.evaluation.cache.manifest.digest
+    return {
+        "the fingerprint of the traced model": whole.model.fingerprint,
+        "the digest of the training data": data.digest,
+        "the digest of the evaluation data": held_out,
+        "the digest of the plans": sha256(format_rank_plans(plans).encode()).hexdigest()[:16],
+    }
 
 
 def _write_machine(machine: Machine | Cluster) -> str:

@@ -24,13 +24,15 @@ from typing import Final, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import Store as TorchStore
 from torch.distributed.rendezvous import (
     rendezvous,  # pyright: ignore[reportUnknownVariableType]  # its keywords have no types
 )
 
-from packhorse.errors import PackhorseError, PeerLostError
+from packhorse.errors import MismatchError, PackhorseError, PeerLostError
+from packhorse.runtime.transport.peer_processes import find_process_space
 from packhorse.runtime.transport.seats import INTERFACE, Seat, find_address, read_seat
-from packhorse.runtime.transport.store import Store, find_word, leave_word
+from packhorse.runtime.transport.store import Store, Word, find_word, leave_word
 
 WAIT: Final = timedelta(seconds=30)
 """How long the others may take to come, or to say what everybody says."""
@@ -44,12 +46,18 @@ _MOST_THREADS: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attendee:
-    """A rank that came, and where it listens."""
+    """A rank that came, and where it listens.
+
+    `pid` is its process among those of `process_space`, which is the same where ranks see each
+    other's processes; None where nobody can tell.
+    """
 
     rank: int
     host: str
     address: str
     port: int
+    pid: int
+    process_space: str | None = None
 
     def __str__(self) -> str:
         return f"rank {self.rank} on host {self.host} ({self.address})"
@@ -93,7 +101,14 @@ class Meeting:
             door.bind((address, 0))
             door.listen(self.num_ranks)
             port = int(door.getsockname()[1])
-            own = Attendee(rank=self.rank, host=self.host, address=address, port=port)
+            own = Attendee(
+                rank=self.rank,
+                host=self.host,
+                address=address,
+                port=port,
+                pid=os.getpid(),
+                process_space=find_process_space(),
+            )
             texts = self.gather(json.dumps(asdict(own)))
             self.attendees = tuple(_read_attendee(text) for text in texts)
             lost = [
@@ -143,9 +158,58 @@ class Meeting:
         """Wait for everybody; blocks as `gather` does."""
         self.gather("", wait=wait)
 
+    def compare(self, facts: Mapping[str, str], fix: str, *, wait: timedelta | None = None) -> None:
+        """Check that facts are the same on every rank; blocks as `gather` does.
+
+        Raises:
+            MismatchError: names the first that differs, and where; the same on every rank.
+        """
+        found: list[dict[str, str]] = [
+            json.loads(text) for text in self.gather(json.dumps(dict(facts)), wait=wait)
+        ]
+        for name, value in found[0].items():
+            others = [rank for rank, each in enumerate(found) if each.get(name) != value]
+            if others:
+                rank = others[0]
+                raise MismatchError(
+                    f"{name} is {value} on rank 0 and {found[rank].get(name)} on rank {rank}"
+                    + (f" and {len(others) - 1} more" if len(others) > 1 else ""),
+                    where=f"hosts {self.hosts[0]} and {self.hosts[rank]}",
+                    fix=fix,
+                )
+
     def abort(self, reason: str) -> None:
         """Leave word of why this rank ends; whoever waits for it fails. Harmless when repeated."""
-        leave_word(self.store, self.rank, reason)
+        leave_word(self.store, Word(rank=self.rank, what=reason, by=self.rank))
+
+    def connect(self, environment: Mapping[str, str]) -> None:
+        """Introduce this rank to all others, and make gloo's default process group.
+
+        Raises:
+            InputError: the environment names a network interface that is not there.
+            PeerLostError: names who did not come or cannot be reached.
+        """
+        try:
+            self.introduce(environment)
+        except PackhorseError as error:
+            self.abort(error.what)
+            raise
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=PrefixStore("packhorse/gloo", cast("TorchStore", self.store)),  # it is one
+                rank=self.rank,
+                world_size=self.num_ranks,
+                timeout=self._wait,
+            )
+        except RuntimeError as error:
+            raise PeerLostError(
+                f"gloo cannot connect rank {self.rank} with the others",
+                where="\n".join(
+                    [str(error).partition("\n")[0], *(str(each) for each in self.attendees)]
+                ),
+                fix=f"say on each host which network to take: {INTERFACE}=eth0",
+            ) from error
 
     def close(self) -> None:
         """Give up gloo's groups; nothing may be under way. Closing twice is harmless."""
@@ -205,7 +269,19 @@ def join_meeting(
         PeerLostError: names who did not come or cannot be reached.
     """
     env = os.environ if environment is None else environment
-    seat = read_seat(env)
+    meeting = open_meeting(env, wait=wait)
+    meeting.connect(env)
+    return meeting
+
+
+def open_meeting(environment: Mapping[str, str], *, wait: timedelta = WAIT) -> Meeting:
+    """Find the store where all ranks meet; nobody is met yet.
+
+    Raises:
+        InputError: the environment is not torchrun's.
+        PeerLostError: the store cannot be reached.
+    """
+    seat = read_seat(environment)
     try:
         store, _, _ = next(
             rendezvous("env://", rank=seat.rank, world_size=seat.num_ranks, timeout=wait)
@@ -218,29 +294,7 @@ def join_meeting(
             fix="check that the launcher runs on every host, and that this address and port can be"
             " reached from here",
         ) from error
-    meeting = Meeting(seat, cast("Store", store), socket.gethostname(), wait=wait)  # untyped
-    try:
-        meeting.introduce(env)
-    except PackhorseError as error:
-        meeting.abort(error.what)
-        raise
-    try:
-        dist.init_process_group(
-            "gloo",
-            store=PrefixStore("packhorse/gloo", store),
-            rank=seat.rank,
-            world_size=seat.num_ranks,
-            timeout=wait,
-        )
-    except RuntimeError as error:
-        raise PeerLostError(
-            f"gloo cannot connect rank {seat.rank} with the others",
-            where="\n".join(
-                [str(error).partition("\n")[0], *(str(each) for each in meeting.attendees)]
-            ),
-            fix=f"say on each host which network to take: {INTERFACE}=eth0",
-        ) from error
-    return meeting
+    return Meeting(seat, cast("Store", store), socket.gethostname(), wait=wait)  # untyped
 
 
 def _key(number: int, rank: int) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from packhorse.errors import PeerLostError
-from packhorse.runtime.transport.store import Store, find_word, leave_word
+from packhorse.runtime.transport.store import Store, Word, find_word, leave_word
 
 WAIT: Final = timedelta(minutes=10)
 
@@ -60,7 +60,7 @@ class ProcessTransport:
         try:
             group.send([tensor], _place_in(self._rank, peer), 0).wait()
         except RuntimeError as error:
-            raise explain_loss(self._store, f"sending to rank {peer}", error) from error
+            raise explain_loss(self._store, f"sending to rank {peer}", error, peer) from error
 
     def receive(self, tensor: Tensor, peer: int) -> None:
         """Fill a tensor with a peer's next message; blocks until it is there."""
@@ -69,22 +69,24 @@ class ProcessTransport:
             group.recv([tensor], _place_in(self._rank, peer), 0).wait()
         except RuntimeError as error:
             where = f"waiting for a message from rank {peer}"
-            raise explain_loss(self._store, where, error) from error
+            raise explain_loss(self._store, where, error, peer) from error
 
     def abort(self, reason: str) -> None:
         """Leave word of why this rank ends; others notice when its process is gone."""
-        leave_word(self._store, self._rank, reason)
+        leave_word(self._store, Word(rank=self._rank, what=reason, by=self._rank))
 
     def close(self) -> None:
         """Give up the channels."""
         self._groups.clear()
 
 
-def explain_loss(store: Store, where: str, error: RuntimeError) -> PeerLostError:
-    """Word a failed message: why another rank ended, if it left word."""
+def explain_loss(
+    store: Store, where: str, error: RuntimeError, peer: int | None = None
+) -> PeerLostError:
+    """Word a failed message with `peer`, or with all: why another rank ended, if it left word."""
     word = find_word(store)
     what = "another rank is gone" if word is None else f"another rank has failed: {word}"
-    return PeerLostError(what, where=f"{where}: {str(error).partition(chr(10))[0]}")
+    return PeerLostError(what, where=f"{where}: {str(error).partition(chr(10))[0]}", peer=peer)
 
 
 def _place_in(rank: int, peer: int) -> int:
