@@ -22,7 +22,10 @@ from packhorse.runtime.transport.spec import Transport
 from packhorse.runtime.transport.store import Store
 
 LEAD_WAIT: Final = timedelta(hours=6)
-"""How long the others wait for what the first rank does alone: it may plan, or read all data."""
+"""How long ranks wait for what one of them does alone: plan, read data, trace, write checkpoints.
+
+One that fails, or whose process is gone, is noticed long before.
+"""
 
 
 class Met(Protocol):
@@ -142,10 +145,12 @@ ALONE: Final = Alone()
 
 
 class MetCrew:
-    """The crew of a run whose ranks are processes."""
+    """The crew of a run whose ranks are processes; all of them make theirs at the same time."""
 
     def __init__(self, meeting: Met) -> None:
         self._meeting = meeting
+        # The default group gives up after as short a time as a meeting does.
+        self._group = dist.new_group(timeout=LEAD_WAIT)
 
     @property
     def rank(self) -> int:
@@ -168,9 +173,10 @@ class MetCrew:
         try:
             text = work()
         except PackhorseError as error:
-            self._meeting.broadcast(json.dumps({"error": error.what}))
+            self._meeting.broadcast(json.dumps({"error": error.what}), wait=LEAD_WAIT)
             raise
-        self._meeting.broadcast(json.dumps({"found": text}))
+        # Others may come late: they load and trace by themselves what this rank has done before.
+        self._meeting.broadcast(json.dumps({"found": text}), wait=LEAD_WAIT)
         return text
 
     def lead_flag(self, look: Callable[[], bool]) -> bool:
@@ -181,7 +187,7 @@ class MetCrew:
         """See Crew."""
         largest = torch.tensor([number])
         with self._watching("agreeing"):
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return int(largest.item())
 
     def open_transport(self, channels: Iterable[Channel]) -> Transport | None:
@@ -207,12 +213,12 @@ class MetCrew:
     def send(self, tensor: Tensor, peer: int) -> None:
         """See Crew."""
         with self._watching(f"sending to rank {peer}"):
-            dist.send(tensor, peer)
+            dist.send(tensor, peer, group=self._group)
 
     def receive(self, tensor: Tensor, peer: int) -> None:
         """See Crew."""
         with self._watching(f"waiting for rank {peer}"):
-            dist.recv(tensor, peer)
+            dist.recv(tensor, peer, group=self._group)
 
     @contextmanager
     def _watching(self, where: str) -> Generator[None]:
