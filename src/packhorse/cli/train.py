@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from packhorse.plan.ranks import RankPlans
     from packhorse.plan.spec import Plan
     from packhorse.program.program import Program
-    from packhorse.runtime.emulation import Pace
     from packhorse.timeline.spec import Timeline
     from packhorse.trainer.crew import Crew
     from packhorse.trainer.recipe import Recipe
@@ -75,7 +74,8 @@ def train_recipe(
     from packhorse.report.explain import plan_table
     from packhorse.runtime.scratch import find_scratch
     from packhorse.trainer.recipe_files import load_recipe
-    from packhorse.trainer.run_folder import StartFresh, claim_run, find_beginning, read_resume
+    from packhorse.trainer.run_folder import StartFresh, find_beginning, read_resume
+    from packhorse.trainer.starting import refuse_early
     from packhorse.trainer.stop_signals import stop_at_once
 
     seat = find_seat()
@@ -87,7 +87,7 @@ def train_recipe(
         True if resume == NEWEST else resume, loaded.recipe.resume_from_checkpoint
     )
     choice = MachineChoice(name=machine, budget=budget, memory=memory)
-    go_on = _spell_resume(recipe, choice, settings or ())
+    go_on = _spell_resume(recipe, choice, settings or (), num_ranks=seat.num_ranks if seat else 1)
     if seat is not None:
         request = TrainRequest(
             path=recipe,
@@ -101,10 +101,7 @@ def train_recipe(
         train_seated(request, screen)
         return
     # A refusal should not come after minutes of planning.
-    if loaded.recipe.run_folder.is_dir():
-        claim_run(loaded.recipe.run_folder).close()
-    if isinstance(beginning, StartFresh):
-        find_beginning(loaded.recipe.run_folder, beginning)
+    refuse_early(loaded.recipe.run_folder, beginning)
     with stop_at_once(), advise_as_typed(choice):
         baseline_bytes = load_libraries(screen)
         chosen = choose_machine(
@@ -224,26 +221,6 @@ def _predict(planned: Planned, program: Program) -> Timeline:
     return simulate_run(program, costs=costs)
 
 
-def _find_pace(planned: Planned) -> Pace | None:
-    """The pace of an emulated machine, by the rates that its file declares."""
-    from packhorse.simulator.costs import TaskCosts
-
-    if planned.machine.emulation is None:
-        return None
-
-    def durations_ns(program: Program) -> list[int]:
-        costs = TaskCosts(
-            machine=planned.machine,
-            profile=planned.profile,
-            model=planned.traced.model,
-            program=program,
-            heap=planned.plan.heap.value,
-        )
-        return [costs.duration_ns(task) for task in program.tasks]
-
-    return durations_ns
-
-
 def run_planned(
     planned: Planned,
     predicted: Timeline,
@@ -257,6 +234,7 @@ def run_planned(
     crew: Crew | None = None,
 ) -> Summary:
     """Train by a plan, with a person watching; of several ranks this is the first."""
+    from packhorse.cli.pace import find_pace
     from packhorse.cli.training_screen import TrainingScreen
     from packhorse.trainer.crew import ALONE
     from packhorse.trainer.training import train
@@ -280,7 +258,7 @@ def run_planned(
             observer=watcher,
             watch=watch,
             baseline_bytes=baseline_bytes,
-            pace=_find_pace(planned),
+            pace=find_pace(planned.machine, planned.profile, plan, planned.traced.model),
             audit=audit,
             go_on=go_on,
             crew=crew or ALONE,
@@ -288,9 +266,15 @@ def run_planned(
     return watcher.summary
 
 
-def _spell_resume(recipe: Path, choice: MachineChoice, settings: Sequence[str]) -> str:
-    """The command that goes on with a run: as it was typed, but from its newest state."""
-    words = ["packhorse", "train", str(recipe), "--resume"]
+def _spell_resume(
+    recipe: Path, choice: MachineChoice, settings: Sequence[str], *, num_ranks: int
+) -> str:
+    """The command that goes on with a run: as it was typed, but from its newest state.
+
+    Of several ranks only torchrun knows how they were started.
+    """
+    started = ["packhorse"] if num_ranks == 1 else ["torchrun", "...", "-m", "packhorse"]
+    words = [*started, "train", str(recipe), "--resume"]
     typed = {"--machine": choice.name, "--budget": choice.budget, "--memory": choice.memory}
     for option, value in typed.items():
         words += [option, value] if value is not None else []
@@ -307,8 +291,15 @@ def _write_companions(planned: Planned, folder: Path) -> None:
     from packhorse.plan.files import PLAN_NAME
     from packhorse.profile.files import format_profile
     from packhorse.report.run_files import format_run
+    from packhorse.timeline.files import format_timeline
+    from packhorse.trainer.rank_folder import rank_file_name
+    from packhorse.trainer.run_folder import PREDICTED_NAME
 
     plan = folder / PLAN_NAME
     write_output(companion_path(plan, "model"), format_model(planned.whole.model))
     write_output(companion_path(plan, "profile"), format_profile(planned.profile))
     write_output(companion_path(plan, "run"), format_run(planned.run))
+    others = () if planned.joint is None else planned.joint.timelines[1:]
+    for rank, timeline in enumerate(others, 1):
+        name = rank_file_name(PREDICTED_NAME, rank)
+        write_output(folder / name, format_timeline(timeline))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from packhorse.cli.planning import Planned
     from packhorse.cli.screen import Screen
     from packhorse.machine.cluster import Cluster
+    from packhorse.plan.ranks import RankPlans
+    from packhorse.profile.spec import Profile
     from packhorse.runtime.transport.meeting import Meeting
     from packhorse.trainer.crew import Crew
     from packhorse.trainer.recipe import Recipe
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from packhorse.trainer.run_folder import Resume
 
 END_WAIT: Final = timedelta(minutes=30)
-"""How long the first rank may take to save the model, with all others done."""
+"""How far ranks may be apart: the first one saves the model, others load libraries more slowly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +78,22 @@ def train_on_ranks(request: TrainRequest, meeting: Meeting, screen: Screen) -> N
     from packhorse.cli.planning import load_libraries
     from packhorse.cli.rank_machines import gather_cluster
     from packhorse.trainer.crew import MetCrew
+    from packhorse.trainer.starting import refuse_early
     from packhorse.trainer.stop_signals import stop_at_once
 
     crew = MetCrew(meeting)
     recipe = request.loaded.recipe
+
+    def look() -> str:
+        refuse_early(recipe.run_folder, request.beginning)
+        return ""
+
     with stop_at_once():
         check_alike(meeting, describe_rank(recipe))
+        crew.lead(look)
         baseline_bytes = load_libraries(screen)
         cluster = gather_cluster(request.choice, meeting, screen, recipe)
+        check_alike(meeting, describe_machines(cluster), wait=END_WAIT)
         if crew.rank:
             _follow(request, crew, cluster, baseline_bytes)
         else:
@@ -104,13 +114,26 @@ def describe_rank(recipe: Recipe) -> dict[str, str]:
     }
 
 
-def check_alike(meeting: Meeting, facts: dict[str, str]) -> None:
+def describe_machines(cluster: Cluster) -> dict[str, str]:
+    """What has to be the same on every rank before plans are made; a file may have copies."""
+    from packhorse.machine.cluster_files import format_cluster
+
+    text = format_cluster(cluster)
+    return {"the machines of all ranks": sha256(text.encode()).hexdigest()[:16]}
+
+
+def check_alike(
+    meeting: Meeting, facts: dict[str, str], *, wait: timedelta | None = None
+) -> None:
     """Compare facts over ranks.
+
+    Args:
+        wait: how long others may be behind; None: a moment.
 
     Raises:
         MismatchError: names the first that differs, and the ranks.
     """
-    found = [json.loads(text) for text in meeting.gather(json.dumps(facts))]
+    found = [json.loads(text) for text in meeting.gather(json.dumps(facts), wait=wait)]
     for name, value in found[0].items():
         others = [rank for rank, each in enumerate(found) if each.get(name) != value]
         if others:
@@ -123,6 +146,45 @@ def check_alike(meeting: Meeting, facts: dict[str, str]) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What the first rank tells the others: all plans, and what bodies take on each rank.
+
+    `data` is the digest of the rows that it has prepared.
+    """
+
+    plans: RankPlans
+    profiles: tuple[Profile, ...]
+    data: str
+
+
+def format_shared(shared: Shared) -> str:
+    """Write what the first rank tells as a text."""
+    from packhorse.plan.rank_files import format_rank_plans
+    from packhorse.profile.files import format_profile
+
+    return json.dumps(
+        {
+            "plans": format_rank_plans(shared.plans),
+            "profiles": [format_profile(profile) for profile in shared.profiles],
+            "data": shared.data,
+        }
+    )
+
+
+def parse_shared(text: str) -> Shared:
+    """Read what `format_shared` has written."""
+    from packhorse.plan.rank_files import parse_rank_plans
+    from packhorse.profile.files import parse_profile
+
+    content = json.loads(text)
+    return Shared(
+        plans=parse_rank_plans(content["plans"], where="rank 0"),
+        profiles=tuple(parse_profile(each, where="rank 0") for each in content["profiles"]),
+        data=content["data"],
+    )
+
+
 def _lead(
     request: TrainRequest, crew: Crew, cluster: Cluster, baseline_bytes: int, screen: Screen
 ) -> None:
@@ -130,7 +192,6 @@ def _lead(
     from packhorse.cli.train import run_planned
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.compiler.lower import lower_plan
-    from packhorse.plan.rank_files import format_rank_plans
     from packhorse.report.rank_plans import rank_plans_table
 
     found: list[Planned] = []
@@ -139,7 +200,8 @@ def _lead(
         found.append(_settle(request, cluster, screen, baseline_bytes))
         joint = found[0].joint
         assert joint is not None
-        return format_rank_plans(joint.plans)
+        data = found[0].prepared.data.digest
+        return format_shared(Shared(plans=joint.plans, profiles=joint.profiles, data=data))
 
     crew.lead(plan)
     planned = found[0]
@@ -168,21 +230,31 @@ def _lead(
 
 
 def _follow(request: TrainRequest, crew: Crew, cluster: Cluster, baseline_bytes: int) -> None:
-    from packhorse.cli.rank_planning import trace_for_ranks
-    from packhorse.plan.rank_files import parse_rank_plans
-    from packhorse.trainer.preparation import prepare_run
+    from packhorse.cli.pace import find_pace
+    from packhorse.cli.rank_planning import prepare_for_ranks, trace_for_ranks
+    from packhorse.compiler.ranks import cut_stages
     from packhorse.trainer.training import train
 
-    # The first rank has prepared the data by then: it is read, not made again.
-    plans = parse_rank_plans(crew.lead(str), where="rank 0")
-    prepared = prepare_run(request.loaded.recipe, cluster.ranks[crew.rank])
+    # The first rank has prepared the data by then: where files are shared it is read, not made.
+    shared = parse_shared(crew.lead(str))
+    plans, machine = shared.plans, cluster.ranks[crew.rank]
+    prepared = prepare_for_ranks(request.loaded.recipe, cluster)
+    if prepared.data.digest != shared.data:
+        raise MismatchError(
+            f"the data is {prepared.data.digest[:16]} here and {shared.data[:16]} on rank 0",
+            where=f"rank {crew.rank}: {', '.join(request.loaded.recipe.train_data)}",
+            fix="give every rank the same files of data, and the same tokenizer",
+        )
+    traced = trace_for_ranks(prepared, plans)
+    part = cut_stages(plans.pipeline, traced.model)[crew.rank]
     train(
         prepared,
         plan=plans,
         machine=cluster,
-        traced=trace_for_ranks(prepared, plans),
+        traced=traced,
         resume=request.beginning,
         baseline_bytes=baseline_bytes,
+        pace=find_pace(machine, shared.profiles[crew.rank], plans.ranks[crew.rank], part),
         audit=request.audit,
         go_on=request.go_on,
         crew=crew,
