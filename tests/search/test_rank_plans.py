@@ -24,7 +24,7 @@ LINK = PeerLink(peer=0, bytes_per_s=1e10, latency_ns=1_000)
 FAST = {"schedule": "1f1b"}
 
 
-def find(*machines, num_layers=6, total=4, pins=None, **model_options):
+def find(*machines, num_layers=6, total=4, pins=None, base_bytes=0, **model_options):
     model = make_model(num_layers=num_layers, halved=True, **model_options)
     cluster = Cluster(
         name="toy",
@@ -33,7 +33,9 @@ def find(*machines, num_layers=6, total=4, pins=None, **model_options):
     )
     candidate = RankCandidate(
         model=model,
-        profiles=tuple(estimate_profile(model, machine) for machine in machines),
+        profiles=tuple(
+            replace(estimate_profile(model, machine), base_bytes=base_bytes) for machine in machines
+        ),
         loss_chunk_tokens=None,
     )
     return find_rank_plans(
@@ -107,3 +109,13 @@ def test_a_block_whose_backward_is_all_weights_may_be_made_again() -> None:
     assert kept.ranks[0].blocks[1].activations.value == "keep"
     assert again.ranks[0].blocks[1].activations.value == "recompute"
     assert again.step_ns > kept.step_ns
+
+
+def test_what_a_process_holds_anyway_is_counted_once() -> None:
+    base_bytes = 1 << 24
+    plans, _ = find(make_machine(), make_machine(), base_bytes=base_bytes)
+    needs = [sum(plan.prediction.peak_bytes["device"].values()) for plan in plans.ranks]
+    assert base_bytes < max(needs) < 1.5 * base_bytes
+    tight = [make_machine(device_bytes=round(need * 1.02), disk_bytes=0) for need in needs]
+    again, _ = find(*tight, base_bytes=base_bytes)
+    assert all(chunk.optimizer.value == "device" for p in again.ranks for chunk in p.chunks)

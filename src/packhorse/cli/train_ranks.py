@@ -122,9 +122,7 @@ def describe_machines(cluster: Cluster) -> dict[str, str]:
     return {"the machines of all ranks": sha256(text.encode()).hexdigest()[:16]}
 
 
-def check_alike(
-    meeting: Meeting, facts: dict[str, str], *, wait: timedelta | None = None
-) -> None:
+def check_alike(meeting: Meeting, facts: dict[str, str], *, wait: timedelta | None = None) -> None:
     """Compare facts over ranks.
 
     Args:

@@ -270,10 +270,11 @@ def _find_pipeline(request: _Request, candidate: RankCandidate, scale: Sequence[
 
 def _specify(machine: Machine, profile: Profile, scale: float) -> RankSpec:
     device = machine.tier("device")
-    budget_bytes = 0 if device is None else device.budget_bytes - profile.base_bytes
+    # What the process holds anyway, the profile's base, is part of what a rank needs.
+    budget_bytes = 0 if device is None else device.budget_bytes
     return RankSpec(
         profile=profile,
-        budget_bytes=max(0, round(budget_bytes * scale)),
+        budget_bytes=round(budget_bytes * scale),
         time_factor=machine.compute_scale,
         away_bytes_per_s=_find_away_rate(machine),
     )
