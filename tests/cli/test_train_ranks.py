@@ -81,6 +81,9 @@ def test_two_acted_ranks_have_the_bits_of_one_process_at_their_own_pace(tmp_path
         )
     )
     one = write_recipe(tmp_path, "one")
+    alone = run_shell("train", one, "--machine", cluster)
+    assert alone.code == 2
+    assert "is for 2 ranks, and one process was started" in alone.err
     assert run_shell("train", one, "--machine", SAMPLE).code == 0
     done = train_ranks(tmp_path, 2, write_recipe(tmp_path, "two"), "--machine", cluster)
     assert done.returncode == 0, done.stderr
@@ -115,3 +118,6 @@ def check_commands(folder: Path) -> None:
     assert lowered.document["rank"] == 1
     assert "ranks 0 to 1" in run_shell("lower", folder, "--rank", "2").err
     assert run_shell("check", folder).code == 0
+    alone = run_shell("train", folder.parent / "one.yaml", "--plan", folder / "plan.json")
+    assert alone.code == 2
+    assert "torchrun --nproc-per-node 2" in alone.err

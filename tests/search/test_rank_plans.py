@@ -9,14 +9,20 @@ import pytest
 
 from packhorse.compiler.lower import lower_plan
 from packhorse.compiler.ranks import cut_stages
-from packhorse.errors import DoesNotFitError, FileFormatError, InputError, RefusedError
+from packhorse.errors import (
+    DoesNotFitError,
+    FileFormatError,
+    InputError,
+    MismatchError,
+    RefusedError,
+)
 from packhorse.machine.cluster import Cluster, give_links, link_all
 from packhorse.machine.spec import PeerLink
 from packhorse.plan.pins import read_pins
 from packhorse.plan.rank_files import format_rank_plans, parse_rank_plans
 from packhorse.plan.spec import Choice
 from packhorse.profile.analytic import estimate_profile
-from packhorse.search.rank_plans import RankCandidate, find_rank_plans
+from packhorse.search.rank_plans import RankCandidate, find_rank_plans, fit_budgets
 from tests.search.toy_search import ADAMW, ARITHMETIC, make_machine
 from tests.support.models import make_model
 
@@ -77,6 +83,20 @@ def test_ranks_of_other_numerics_are_refused_by_name() -> None:
         parse_rank_plans(json.dumps(content), where="plan.json")
     assert "tied_sum is per_microbatch on rank 0 and per_step on rank 1" in str(caught.value)
     assert caught.value.where == "plan.json: ranks[1]"
+
+
+def test_bounds_that_were_moved_alone_are_refused_with_the_rank() -> None:
+    machines = make_machine(), make_machine()
+    plans, model = find(*machines)
+    bounds = replace(plans.pipeline.bounds, value=(0, 3, 8))
+    assert plans.pipeline.bounds.value != bounds.value
+    moved = replace(plans.pipeline, bounds=bounds)
+    edited = replace(plans, ranks=tuple(replace(p, pipeline=moved) for p in plans.ranks))
+    profile = estimate_profile(model, machines[0])
+    cluster = Cluster(name="toy", ranks=machines, hosts=("here", "here"))
+    with pytest.raises(MismatchError, match="rank 0 is given embed") as why:
+        fit_budgets(edited, cut_stages(moved, model), [profile] * 2, cluster, where="plan.json")
+    assert why.value.where == "plan.json: bounds and ranks[0].blocks"
 
 
 def test_ranks_keep_no_steps() -> None:

@@ -67,7 +67,7 @@ def train_recipe(
     from packhorse.cli.planning import load_libraries
     from packhorse.cli.screen import Screen
     from packhorse.cli.seats import find_seat
-    from packhorse.cli.train_ranks import TrainRequest, train_seated
+    from packhorse.cli.train_ranks import TrainRequest, refuse_alone, train_seated
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.compiler.lower import lower_plan
     from packhorse.plan.ranks import RankPlans
@@ -101,6 +101,7 @@ def train_recipe(
         train_seated(request, screen)
         return
     # A refusal should not come after minutes of planning.
+    refuse_alone(machine, plan)
     refuse_early(loaded.recipe.run_folder, beginning)
     with stop_at_once(), advise_as_typed(choice):
         baseline_bytes = load_libraries(screen)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from packhorse.cli.machines import MachineChoice
-from packhorse.errors import DoesNotFitError, MismatchError, PackhorseError
+from packhorse.errors import DoesNotFitError, InputError, MismatchError, PackhorseError
 
 if TYPE_CHECKING:
     from packhorse.cli.planning import Planned
@@ -43,6 +43,31 @@ class TrainRequest:
     choice: MachineChoice
     audit: bool
     go_on: str
+
+
+def refuse_alone(machine: str | None, plan: Path | None) -> None:
+    """Refuse to train in one process by files of several ranks.
+
+    Raises:
+        InputError: says which file it is, and how its ranks are started.
+        FileFormatError: a file is missing or damaged.
+    """
+    from packhorse.cli.kinds import detect_kind
+    from packhorse.machine.cluster_files import read_cluster
+    from packhorse.plan.rank_files import read_rank_plans
+
+    if machine is not None and Path(machine).is_file() and detect_kind(Path(machine)) == "cluster":
+        _refuse_alone(machine, read_cluster(machine).num_ranks, "--machine")
+    if plan is not None and plan.is_file() and detect_kind(plan) == "rank plans":
+        _refuse_alone(str(plan), len(read_rank_plans(plan).ranks), "--plan")
+
+
+def _refuse_alone(name: str, num_ranks: int, where: str) -> NoReturn:
+    raise InputError(
+        f"{name} is for {num_ranks} ranks, and one process was started",
+        where=where,
+        fix=f"start them: torchrun --nproc-per-node {num_ranks} -m packhorse train ...",
+    )
 
 
 def train_seated(request: TrainRequest, screen: Screen) -> None:

@@ -104,7 +104,7 @@ def parse_rank_plans(text: str, *, where: str = "plan") -> RankPlans:
 
 
 def _load(text: str, where: str) -> Mapping[object, object]:
-    fix = "make the plan again with `packhorse plan`"
+    fix = "make the plan again with `packhorse plan` and the machines of all ranks"
     try:
         content = as_mapping(parse_notation(text))
     except NotationError as error:

@@ -150,7 +150,9 @@ class MetCrew:
     def __init__(self, meeting: Met) -> None:
         self._meeting = meeting
         # The default group gives up after as short a time as a meeting does.
-        self._group = dist.new_group(timeout=LEAD_WAIT)
+        made = dist.new_group(timeout=LEAD_WAIT)
+        assert isinstance(made, dist.ProcessGroup)
+        self._group = made
 
     @property
     def rank(self) -> int:
