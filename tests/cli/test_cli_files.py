@@ -14,6 +14,8 @@ from cli_cases import write_plan_folder
 from models import make_model
 
 from packhorse.machine.catalogue import load_known_machine
+from packhorse.machine.cluster import Cluster
+from packhorse.machine.cluster_files import write_cluster
 from packhorse.machine.files import read_machine, write_machine
 from packhorse.machine.spec import Drive
 from packhorse.model.files import format_model
@@ -511,3 +513,25 @@ for command in ("lower", "check", "simulate", "explain"):
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_clean_finds_the_scratch_files_of_every_rank(shell, tmp_path):
+    machines = []
+    for rank in range(2):
+        scratch = tmp_path / "scratch" / f"rank-{rank}"
+        scratch.mkdir(parents=True)
+        (scratch / "packhorse-tier.scratch").write_bytes(bytes(1000 + rank))
+        machine = load_known_machine("laptop-16gb")
+        tiers = tuple(
+            replace(tier, path=str(scratch), drives=()) if tier.name == "disk" else tier
+            for tier in machine.tiers
+        )
+        machines.append(replace(machine, tiers=tiers))
+    run = tmp_path / "run"
+    run.mkdir()
+    write_cluster(
+        Cluster(name="two", ranks=tuple(machines), hosts=("here", "here")), run / "machine.json"
+    )
+    document = shell("clean", run, "--yes", "--json").document
+    assert [each["size_bytes"] for each in document["found"]] == [1000, 1001]
+    assert not list(tmp_path.rglob("*.scratch"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from bench.planned import Ways, open_engine, read_states, record_curve
 from bench.reference import find_differences, train_plainly
 from bench.zoo import ZOO, build_model, make_steps
 from packhorse.compiler.lower import lower_plan
+from packhorse.program.buffers import BufferId
 from packhorse.program.program import Program
-from packhorse.program.tasks import Copy, Update
+from packhorse.program.tasks import Copy, Recv, Send, Update
 from packhorse.runtime.emulation import PacedLanes
 from packhorse.runtime.lanes import InlineLanes
 
@@ -128,3 +130,21 @@ def test_an_engine_at_another_pace_has_the_same_bits_and_lasting_tasks(tmp_path:
     assert {span.lane for span in spans} == {"copy_in", "copy_out", "update", "compute"}
     # A lane makes up for at most 2 ms that it slept too long.
     assert all(span.duration_ns >= 1 * MS for span in spans)
+
+
+def test_a_message_takes_its_time_behind_the_wait_for_its_peer() -> None:
+    clock = Clock()
+    tasks = (
+        Recv(buffer=BufferId("x"), peer=1),
+        Send(buffer=BufferId("y"), peer=1),
+    )
+    lanes = PacedLanes(
+        InlineLanes(), lambda _: [5 * MS, 3 * MS], now_ns=clock.now_ns, sleep=clock.sleep
+    )
+    lanes.begin(replace(PROGRAM, tasks=tasks))
+    # The peer comes after 20 ms; only then bytes begin to move.
+    lanes.submit(0, "receive 1", partial(clock.work, 20 * MS), unheard, ())
+    assert clock.at_ns == 25 * MS
+    lanes.submit(1, "send 1", partial(clock.work, 0), unheard, ())
+    assert clock.at_ns == 28 * MS
+    assert lanes.overrun_ns == 0

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Event
 
 import pytest
 from torch.distributed import HashStore
@@ -181,3 +182,19 @@ def test_the_address_is_that_of_the_named_interface(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(seats.socket, "getaddrinfo", know_no_name)
     assert find_address({}) == LOOPBACK
+
+
+def test_the_rank_that_may_keep_the_store_leaves_last() -> None:
+    begun = Event()
+
+    def leave(meeting: Meeting, env: Mapping[str, str]) -> object:
+        del env
+        if meeting.rank:
+            begun.wait(LONG.total_seconds())
+            meeting.close()
+            return None
+        begun.set()
+        meeting.close()
+        return meeting.store.check(["packhorse/meeting/left/1", "packhorse/meeting/left/2"])
+
+    assert hold(3, leave) == [True, None, None]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from packhorse.cli.options import AsJson, Yes
 from packhorse.errors import InputError, PackhorseError
+
+if TYPE_CHECKING:
+    from packhorse.machine.spec import Machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +44,11 @@ def clean_folder(
         raise InputError(
             "there is no such folder", where=str(path), fix="name a run folder or a scratch folder"
         )
-    scratch = [path, *_find_scratch(path)]
+    # Of several ranks each has scratch folders of its own.
+    scratches = [[path, *places] for places in _find_scratch(path)]
     kept, unreadable = find_kept(path)
-    remains = find_remains(path, scratch)
+    found = [each for scratch in scratches for each in find_remains(path, scratch)]
+    remains = list(dict.fromkeys(found))
     for each in remains:
         screen.show_text(f"{each.path}: {each.what}, {format_bytes(each.size_bytes)}\n")
     total_bytes = sum(each.size_bytes for each in remains)
@@ -52,8 +57,9 @@ def clean_folder(
         screen.show_text(f"nothing unfinished in {path}\n")
     elif screen.ask(f"remove these, {format_bytes(total_bytes)} in all?", yes=yes):
         with claim_run(path):
-            for folder in scratch:
-                clean_scratch(folder, but=_find_others(folder, scratch))
+            for scratch in scratches:
+                for folder in scratch:
+                    clean_scratch(folder, but=_find_others(folder, scratch))
             for state in (*kept, *unreadable):
                 remove_kept(state)
             clean_leftovers(path)
@@ -155,18 +161,26 @@ def _find_others(folder: Path, scratch: list[Path]) -> tuple[Path, ...]:
     )
 
 
-def _find_scratch(path: Path) -> list[Path]:
-    """Find the scratch folders of the run: its machine file names them."""
+def _find_scratch(path: Path) -> list[list[Path]]:
+    """Find the scratch folders of each rank of the run: its machine file names them."""
+    from packhorse.cli.kinds import detect_kind
+    from packhorse.machine.cluster_files import read_cluster
     from packhorse.machine.files import read_machine
 
     file = path / "machine.json"
     if not file.is_file():
-        return []
+        return [[]]
     try:
-        disk = read_machine(file).tier("disk")
+        several = detect_kind(file) == "cluster"
+        machines = read_cluster(file).ranks if several else (read_machine(file),)
     except PackhorseError:
         # A damaged machine file must not keep a run folder from being cleaned.
-        return []
+        return [[]]
+    return [_find_places(machine) for machine in machines]
+
+
+def _find_places(machine: Machine) -> list[Path]:
+    disk = machine.tier("disk")
     if disk is None or disk.path is None:
         return []
     paths = [drive.path for drive in disk.drives] or [disk.path]

@@ -101,16 +101,20 @@ def _write_machine(paths: list[Path], comparison: Comparison, out: Path) -> Rate
 def find_process(folder: Path) -> Difference | None:
     """Lay what the plan of a run promises of the process beside what the run's metrics say of it.
 
-    None where there is no plan with a prediction, or a run without that metric.
+    None where there is no plan with a prediction, or a run without that metric. Of several ranks
+    the first one's process is measured.
     """
-    from packhorse.plan.files import PLAN_NAME, read_plan
+    from packhorse.cli.companions import read_any_plan
+    from packhorse.plan.files import PLAN_NAME
+    from packhorse.plan.ranks import RankPlans
     from packhorse.report.compare import Difference
     from packhorse.trainer.run_folder import METRICS_NAME, read_metrics
     from packhorse.units import GIB
 
     if not (folder / PLAN_NAME).is_file():
         return None
-    plan = read_plan(folder / PLAN_NAME)
+    found = read_any_plan(folder / PLAN_NAME)
+    plan = found.ranks[0] if isinstance(found, RankPlans) else found
     sizes = [line.get("process_gib") for line in read_metrics(folder / METRICS_NAME)]
     largest = max((size for size in sizes if size is not None), default=None)
     if plan.prediction is None or largest is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packhorse.cli.options import AsJson
+from packhorse.errors import InputError
 
 if TYPE_CHECKING:
     from packhorse.plan.spec import Plan
@@ -18,20 +19,40 @@ def explain(
     plan: Annotated[
         Path, typer.Argument(metavar="PLAN | RUN", help="A plan.json or a run folder.")
     ],
+    rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="Whose plan, of several; absent: what they are together."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Explain a plan: causes, bottleneck, choices, relief."""
-    from packhorse.cli.companions import companion_path, plan_path
+    from packhorse.cli.companions import companion_path, plan_path, read_any_plan
     from packhorse.cli.screen import Screen
-    from packhorse.plan.files import read_plan
+    from packhorse.plan.ranks import RankPlans
     from packhorse.report.explain import explain_plan, explanation_as_dict
+    from packhorse.report.rank_plans import rank_plans_as_dict, rank_plans_table
     from packhorse.report.run_files import read_run
 
     screen = Screen(as_json=as_json)
     path = plan_path(plan)
-    found = read_plan(path)
+    found = read_any_plan(path)
+    num_ranks = len(found.ranks) if isinstance(found, RankPlans) else 1
+    if rank is not None and rank >= num_ranks:
+        raise InputError(
+            f"there is no rank {rank}: the plan is for {num_ranks}",
+            where="--rank",
+            fix="leave it out, or write --rank 0",
+        )
     run_file = companion_path(path, "run")
     run = read_run(run_file) if run_file.is_file() else None
+    if isinstance(found, RankPlans):
+        if rank is None:
+            screen.show(rank_plans_table(found, run))
+            screen.answer(rank_plans_as_dict(found, run))
+        else:
+            screen.show(explain_plan(found.ranks[rank]))
+            screen.answer(explanation_as_dict(found.ranks[rank]))
+        return
     advice = _advise(path, found)
     screen.show(explain_plan(found, run, advice))
     screen.answer(explanation_as_dict(found, run, advice))

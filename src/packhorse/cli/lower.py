@@ -36,23 +36,32 @@ def lower(
     as_json: AsJson = False,
 ) -> None:
     """Print the program of a plan: every task, in order."""
-    from packhorse.cli.companions import plan_path, read_plan_model
+    from packhorse.cli.companions import plan_path, read_any_plan, read_plan_model
     from packhorse.cli.outputs import write_output
     from packhorse.cli.screen import Screen
     from packhorse.compiler.lower import lower_plan
-    from packhorse.plan.files import read_plan
+    from packhorse.compiler.ranks import cut_stages
+    from packhorse.plan.ranks import RankPlans
     from packhorse.program.digest import digest_program
     from packhorse.program.text import format_program
 
     screen = Screen(as_json=as_json)
-    if rank:
+    path = plan_path(plan)
+    found = read_any_plan(path)
+    num_ranks = len(found.ranks) if isinstance(found, RankPlans) else 1
+    if rank >= num_ranks:
         raise InputError(
-            f"there is no rank {rank}: the plan is for one process",
+            f"there is no rank {rank}: the plan is for "
+            + ("one process" if num_ranks == 1 else f"ranks 0 to {num_ranks - 1}"),
             where="--rank",
             fix="leave it out, or write --rank 0",
         )
-    path = plan_path(plan)
-    program = lower_plan(read_plan(path), read_plan_model(path, model), kind.value)
+    whole = read_plan_model(path, model)
+    if isinstance(found, RankPlans):
+        part = cut_stages(found.pipeline, whole)[rank]
+        program = lower_plan(found.ranks[rank], part, kind.value)
+    else:
+        program = lower_plan(found, whole, kind.value)
     text = format_program(program)
     if out is None:
         screen.show_text(text)

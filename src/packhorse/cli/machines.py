@@ -60,7 +60,7 @@ def choose_machine(
     if choice.name is not None:
         machine = load_machine(choice.name)
         if here:
-            _check_device(machine)
+            check_device(machine)
         if choice.memory is not None:
             budget = merge_budgets(parse_memory(choice.memory, machine), budget)
         if threads is not None:
@@ -121,7 +121,7 @@ def is_this_computer(choice: MachineChoice) -> bool:
     return is_here(load_machine(choice.name))
 
 
-def _check_device(machine: Machine) -> None:
+def check_device(machine: Machine) -> None:
     """Refuse to run for a device that this process does not have."""
     import torch
 

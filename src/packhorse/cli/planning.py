@@ -34,12 +34,14 @@ if TYPE_CHECKING:
 class Joint:
     """What one rank's plan has in common with those of the others.
 
-    `whole` is the model of all ranks; `timelines` are their steps as predicted, on one clock.
+    `whole` is the model of all ranks, `profiles` what its bodies take on each of them; `timelines`
+    are their steps as predicted, on one clock.
     """
 
     plans: RankPlans
     cluster: Cluster
     whole: Traced
+    profiles: tuple[Profile, ...]
     timelines: tuple[Timeline, ...]
 
 
@@ -160,8 +162,8 @@ def plan_recipe(
         notes=(
             *candidates.notes,
             *_say_base(machine, baseline_bytes),
-            *_say_emulation(machine),
-            *_say_schedule(prepared),
+            *say_emulation(machine),
+            *say_schedule(prepared),
         ),
     )
 
@@ -220,8 +222,8 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
         notes=(
             *notes,
             *say_other_instructions(plan.numerics),
-            *_say_emulation(machine),
-            *_say_schedule(prepared),
+            *say_emulation(machine),
+            *say_schedule(prepared),
         ),
     )
 
@@ -238,7 +240,8 @@ def warn_of_busy_times(screen: Screen, profile: Profile) -> None:
     )
 
 
-def _say_schedule(prepared: PreparedRun) -> tuple[str, ...]:
+def say_schedule(prepared: PreparedRun) -> tuple[str, ...]:
+    """Say what is odd about the learning rates of a run."""
     from packhorse.optim.schedules import say_warmup
 
     return say_warmup(prepared.recipe.warmup_steps, prepared.data.num_steps)
@@ -256,7 +259,8 @@ def _say_base(machine: Machine, baseline_bytes: int | None) -> tuple[str, ...]:
     return (said,)
 
 
-def _say_emulation(machine: Machine) -> tuple[str, ...]:
+def say_emulation(machine: Machine) -> tuple[str, ...]:
+    """Say of a machine that it is only acted."""
     if machine.emulation is None:
         return ()
     said = (

@@ -38,7 +38,7 @@ def gather_cluster(
         FileFormatError: the machine file is damaged.
         PeerLostError: another rank has failed, or is silent.
     """
-    from packhorse.cli.machines import find_cluster, merge_budgets
+    from packhorse.cli.machines import check_device, find_cluster, merge_budgets
     from packhorse.cli.probe_ranks import RanksProbe, probe_ranks
     from packhorse.machine.budget import Budget, parse_budget, parse_memory, with_budget
     from packhorse.machine.probe import probe_machine
@@ -53,6 +53,7 @@ def gather_cluster(
                 where="--machine",
                 fix=f"start {cluster.num_ranks} ranks, or leave --machine out: they are measured",
             )
+        check_device(cluster.ranks[meeting.rank])
         return _spread_scratch(cluster)
     if choice.name is not None:
         raise InputError(

@@ -12,7 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packhorse.cli.planning import Joint, Planned, estimate_recipe, warn_of_busy_times
+from packhorse.cli.planning import (
+    Joint,
+    Planned,
+    estimate_recipe,
+    say_emulation,
+    say_schedule,
+    warn_of_busy_times,
+)
 from packhorse.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
     from packhorse.model.spec import Model
     from packhorse.plan.ranks import RankPlans
     from packhorse.profile.spec import Profile
-    from packhorse.trainer.preparation import PreparedRun
+    from packhorse.trainer.preparation import PreparedRun, Progress
     from packhorse.trainer.recipe import Recipe
 
 
@@ -51,12 +58,12 @@ def plan_rank_recipe(
     from packhorse.search.space import Arithmetic
     from packhorse.trainer.candidates import MEASURE_LIMIT_S
     from packhorse.trainer.numerics import find_instructions
-    from packhorse.trainer.preparation import offer_candidates, prepare_run
+    from packhorse.trainer.preparation import offer_candidates
 
     started_s = time.monotonic()
     first = cluster.ranks[0]
     with screen.progress("planning") as progress:
-        prepared = prepare_run(recipe, first, progress=progress)
+        prepared = prepare_for_ranks(recipe, cluster, progress)
         candidates = offer_candidates(
             prepared,
             first,
@@ -133,20 +140,22 @@ def take_rank_plans(
     from packhorse.profile.files import read_profile
     from packhorse.profile.identity import fits_model
     from packhorse.search.rank_plans import fit_budgets
-    from packhorse.trainer.preparation import prepare_run
+    from packhorse.trainer.numerics import say_other_instructions
 
     started_s = time.monotonic()
     check_num_ranks(plans, cluster.num_ranks, path)
     with screen.progress("preparing") as progress:
-        prepared = prepare_run(recipe, cluster.ranks[0], progress=progress)
+        prepared = prepare_for_ranks(recipe, cluster, progress)
         progress("tracing the model as the plans say", 0, None)
         traced = trace_for_ranks(prepared, plans)
     beside = companion_path(path, "profile")
     profile = read_profile(beside) if beside.is_file() else None
-    notes: tuple[str, ...] = ()
+    notes = say_other_instructions(plans.ranks[0].numerics)
     if profile is None or not fits_model(profile, traced.model):
         profile = estimate_profile(traced.model, cluster.ranks[0])
-        notes = ("the plan has no profile beside it: times are estimated from the machine's rates",)
+        notes += (
+            "the plan has no profile beside it: times are estimated from the machine's rates",
+        )
     warn_of_busy_times(screen, profile)
     profiles = _profile_ranks(profile, traced.model, cluster)
     parts = cut_stages(plans.pipeline, traced.model)
@@ -160,6 +169,22 @@ def take_rank_plans(
         notes=notes,
         planning_ns=round((time.monotonic() - started_s) * 1e9),
     )
+
+
+def prepare_for_ranks(
+    recipe: Recipe, cluster: Cluster, progress: Progress | None = None
+) -> PreparedRun:
+    """Prepare a run of several ranks, the same on each of them.
+
+    Raises:
+        InputError: something in the recipe, or that it names, is wrong.
+    """
+    from packhorse.trainer.preparation import prepare_run
+
+    # What only some have units for is not chosen for all.
+    bf16_native = all(machine.bf16_native for machine in cluster.ranks)
+    machine = replace(cluster.ranks[0], bf16_native=bf16_native)
+    return prepare_run(recipe, machine, progress=progress)
 
 
 def trace_for_ranks(prepared: PreparedRun, plans: RankPlans) -> Traced:
@@ -250,6 +275,16 @@ def _join(
             planning_ns=planning_ns,
             batch_ns=evaluation_ns,
         ),
-        notes=notes,
-        joint=Joint(plans=plans, cluster=cluster, whole=traced, timelines=timelines),
+        notes=(
+            *notes,
+            *dict.fromkeys(said for machine in cluster.ranks for said in say_emulation(machine)),
+            *say_schedule(prepared),
+        ),
+        joint=Joint(
+            plans=plans,
+            cluster=cluster,
+            whole=traced,
+            profiles=tuple(profiles),
+            timelines=timelines,
+        ),
     )

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from packhorse.plan.ranks import RankPlans
     from packhorse.plan.spec import Plan
     from packhorse.program.program import Program
-    from packhorse.runtime.emulation import Pace
     from packhorse.timeline.spec import Timeline
     from packhorse.trainer.crew import Crew
     from packhorse.trainer.recipe import Recipe
@@ -68,14 +67,15 @@ def train_recipe(
     from packhorse.cli.planning import load_libraries
     from packhorse.cli.screen import Screen
     from packhorse.cli.seats import find_seat, spell_launcher
-    from packhorse.cli.train_ranks import TrainRequest, train_seated
+    from packhorse.cli.train_ranks import TrainRequest, refuse_alone, train_seated
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.compiler.lower import lower_plan
     from packhorse.plan.ranks import RankPlans
     from packhorse.report.explain import plan_table
     from packhorse.runtime.scratch import find_scratch
     from packhorse.trainer.recipe_files import load_recipe
-    from packhorse.trainer.run_folder import StartFresh, claim_run, find_beginning, read_resume
+    from packhorse.trainer.run_folder import StartFresh, find_beginning, read_resume
+    from packhorse.trainer.starting import refuse_early
     from packhorse.trainer.stop_signals import stop_at_once
 
     seat = find_seat()
@@ -105,10 +105,8 @@ def train_recipe(
     request = read()
     loaded, beginning = request.loaded, request.beginning
     # A refusal should not come after minutes of planning.
-    if loaded.recipe.run_folder.is_dir():
-        claim_run(loaded.recipe.run_folder).close()
-    if isinstance(beginning, StartFresh):
-        find_beginning(loaded.recipe.run_folder, beginning)
+    refuse_alone(machine, plan)
+    refuse_early(loaded.recipe.run_folder, beginning)
     with stop_at_once(), advise_as_typed(choice):
         baseline_bytes = load_libraries(screen)
         chosen = choose_machine(
@@ -228,26 +226,6 @@ def _predict(planned: Planned, program: Program) -> Timeline:
     return simulate_run(program, costs=costs)
 
 
-def _find_pace(planned: Planned) -> Pace | None:
-    """The pace of an emulated machine, by the rates that its file declares."""
-    from packhorse.simulator.costs import TaskCosts
-
-    if planned.machine.emulation is None:
-        return None
-
-    def durations_ns(program: Program) -> list[int]:
-        costs = TaskCosts(
-            machine=planned.machine,
-            profile=planned.profile,
-            model=planned.traced.model,
-            program=program,
-            heap=planned.plan.heap.value,
-        )
-        return [costs.duration_ns(task) for task in program.tasks]
-
-    return durations_ns
-
-
 def run_planned(
     planned: Planned,
     predicted: Timeline,
@@ -261,6 +239,7 @@ def run_planned(
     crew: Crew | None = None,
 ) -> Summary:
     """Train by a plan, with a person watching; of several ranks this is the first."""
+    from packhorse.cli.pace import find_pace
     from packhorse.cli.training_screen import TrainingScreen
     from packhorse.trainer.crew import ALONE
     from packhorse.trainer.training import train
@@ -284,7 +263,7 @@ def run_planned(
             observer=watcher,
             watch=watch,
             baseline_bytes=baseline_bytes,
-            pace=_find_pace(planned),
+            pace=find_pace(planned.machine, planned.profile, plan, planned.traced.model),
             audit=audit,
             go_on=go_on,
             crew=crew or ALONE,
@@ -313,8 +292,15 @@ def _write_companions(planned: Planned, folder: Path) -> None:
     from packhorse.plan.files import PLAN_NAME
     from packhorse.profile.files import format_profile
     from packhorse.report.run_files import format_run
+    from packhorse.timeline.files import format_timeline
+    from packhorse.trainer.rank_folder import rank_file_name
+    from packhorse.trainer.run_folder import PREDICTED_NAME
 
     plan = folder / PLAN_NAME
     write_output(companion_path(plan, "model"), format_model(planned.whole.model))
     write_output(companion_path(plan, "profile"), format_profile(planned.profile))
     write_output(companion_path(plan, "run"), format_run(planned.run))
+    others = () if planned.joint is None else planned.joint.timelines[1:]
+    for rank, timeline in enumerate(others, 1):
+        name = rank_file_name(PREDICTED_NAME, rank)
+        write_output(folder / name, format_timeline(timeline))

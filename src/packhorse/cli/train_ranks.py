@@ -6,6 +6,7 @@ rank. Every rank prepares and proves the same; the first one plans for all, and 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Callable
@@ -13,18 +14,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
 from packhorse.cli.failures import report_error
 from packhorse.cli.machines import MachineChoice
-from packhorse.errors import DoesNotFitError
+from packhorse.errors import DoesNotFitError, InputError
 
 if TYPE_CHECKING:
     from packhorse.cli.planning import Planned
     from packhorse.cli.screen import Screen
     from packhorse.machine.cluster import Cluster
+    from packhorse.plan.ranks import RankPlans
+    from packhorse.profile.spec import Profile
     from packhorse.runtime.transport.meeting import Meeting
     from packhorse.trainer.crew import Crew
     from packhorse.trainer.rank_ends import RankEnds
@@ -44,6 +47,31 @@ class TrainRequest:
     choice: MachineChoice
     audit: bool
     go_on: str
+
+
+def refuse_alone(machine: str | None, plan: Path | None) -> None:
+    """Refuse to train in one process by files of several ranks.
+
+    Raises:
+        InputError: says which file it is, and how its ranks are started.
+        FileFormatError: a file is missing or damaged.
+    """
+    from packhorse.cli.kinds import detect_kind
+    from packhorse.machine.cluster_files import read_cluster
+    from packhorse.plan.rank_files import read_rank_plans
+
+    if machine is not None and Path(machine).is_file() and detect_kind(Path(machine)) == "cluster":
+        _refuse_alone(machine, read_cluster(machine).num_ranks, "--machine")
+    if plan is not None and plan.is_file() and detect_kind(plan) == "rank plans":
+        _refuse_alone(str(plan), len(read_rank_plans(plan).ranks), "--plan")
+
+
+def _refuse_alone(name: str, num_ranks: int, where: str) -> NoReturn:
+    raise InputError(
+        f"{name} is for {num_ranks} ranks, and one process was started",
+        where=where,
+        fix=f"start them: torchrun --nproc-per-node {num_ranks} -m packhorse train ...",
+    )
 
 
 def train_seated(read: Callable[[], TrainRequest], screen: Screen) -> None:
@@ -92,15 +120,23 @@ def train_on_ranks(request: TrainRequest, meeting: Meeting, ends: RankEnds, scre
     from packhorse.cli.rank_machines import gather_cluster
     from packhorse.trainer.crew import MetCrew
     from packhorse.trainer.shared_folder import check_shared
+    from packhorse.trainer.starting import refuse_early
 
     recipe = request.loaded.recipe
+
+    def look() -> str:
+        refuse_early(recipe.run_folder, request.beginning)
+        return ""
+
     ends.whereabouts.tell("comparing the ranks")
     meeting.compare(describe_rank(recipe), "give every rank the same versions, recipe and settings")
     check_shared(recipe.run_folder, meeting)
     crew = MetCrew(meeting, ends.whereabouts)
+    crew.lead(look)
     baseline_bytes = load_libraries(screen)
     ends.whereabouts.tell("measuring the ranks")
     cluster = gather_cluster(request.choice, meeting, screen, recipe)
+    crew.compare(describe_machines(cluster), "give every rank the same machine file")
     if crew.rank:
         _follow(request, crew, cluster, baseline_bytes)
     else:
@@ -124,6 +160,47 @@ def describe_rank(recipe: Recipe) -> dict[str, str]:
     return found
 
 
+def describe_machines(cluster: Cluster) -> dict[str, str]:
+    """What has to be the same on every rank before plans are made; a file may have copies."""
+    from packhorse.machine.cluster_files import format_cluster
+
+    text = format_cluster(cluster)
+    return {"the machines of all ranks": sha256(text.encode()).hexdigest()[:16]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What the first rank tells the others: all plans, and what bodies take on each rank."""
+
+    plans: RankPlans
+    profiles: tuple[Profile, ...]
+
+
+def format_shared(shared: Shared) -> str:
+    """Write what the first rank tells as a text."""
+    from packhorse.plan.rank_files import format_rank_plans
+    from packhorse.profile.files import format_profile
+
+    return json.dumps(
+        {
+            "plans": format_rank_plans(shared.plans),
+            "profiles": [format_profile(profile) for profile in shared.profiles],
+        }
+    )
+
+
+def parse_shared(text: str) -> Shared:
+    """Read what `format_shared` has written."""
+    from packhorse.plan.rank_files import parse_rank_plans
+    from packhorse.profile.files import parse_profile
+
+    content = json.loads(text)
+    return Shared(
+        plans=parse_rank_plans(content["plans"], where="rank 0"),
+        profiles=tuple(parse_profile(each, where="rank 0") for each in content["profiles"]),
+    )
+
+
 def _lead(
     request: TrainRequest, crew: Crew, cluster: Cluster, baseline_bytes: int, screen: Screen
 ) -> None:
@@ -131,7 +208,6 @@ def _lead(
     from packhorse.cli.train import run_planned
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.compiler.lower import lower_plan
-    from packhorse.plan.rank_files import format_rank_plans
     from packhorse.report.rank_plans import rank_plans_table
 
     found: list[Planned] = []
@@ -140,7 +216,7 @@ def _lead(
         found.append(_settle(request, cluster, screen, baseline_bytes))
         joint = found[0].joint
         assert joint is not None
-        return format_rank_plans(joint.plans)
+        return format_shared(Shared(plans=joint.plans, profiles=joint.profiles))
 
     crew.tell("planning")
     crew.lead(plan)
@@ -170,23 +246,27 @@ def _lead(
 
 
 def _follow(request: TrainRequest, crew: Crew, cluster: Cluster, baseline_bytes: int) -> None:
-    from packhorse.cli.rank_planning import trace_for_ranks
-    from packhorse.plan.rank_files import parse_rank_plans
-    from packhorse.trainer.preparation import prepare_run
+    from packhorse.cli.pace import find_pace
+    from packhorse.cli.rank_planning import prepare_for_ranks, trace_for_ranks
+    from packhorse.compiler.ranks import cut_stages
     from packhorse.trainer.training import train
 
-    # The first rank has prepared the data by then: it is read, not made again.
+    # The first rank has prepared the data by then: where files are shared it is read, not made.
     crew.tell("waiting for the plans of rank 0")
-    plans = parse_rank_plans(crew.lead(str), where="rank 0")
+    shared = parse_shared(crew.lead(str))
+    plans, machine = shared.plans, cluster.ranks[crew.rank]
     crew.tell("tracing the model")
-    prepared = prepare_run(request.loaded.recipe, cluster.ranks[crew.rank])
+    prepared = prepare_for_ranks(request.loaded.recipe, cluster)
+    traced = trace_for_ranks(prepared, plans)
+    part = cut_stages(plans.pipeline, traced.model)[crew.rank]
     train(
         prepared,
         plan=plans,
         machine=cluster,
-        traced=trace_for_ranks(prepared, plans),
+        traced=traced,
         resume=request.beginning,
         baseline_bytes=baseline_bytes,
+        pace=find_pace(machine, shared.profiles[crew.rank], plans.ranks[crew.rank], part),
         audit=request.audit,
         go_on=request.go_on,
         crew=crew,

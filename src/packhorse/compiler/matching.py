@@ -68,6 +68,13 @@ def _check_numerics(plan: Plan) -> None:
 def _check_order(plan: Plan, model: Model) -> None:
     if plan.pipeline is not None:
         _check_part(plan.pipeline, model)
+        if plan.durable.value != "off":
+            raise RefusedError(
+                f"the state is to be kept every {plan.durable.value} steps, and ranks that share a"
+                " model do not keep steps each for itself",
+                where="plan.durable",
+                fix="set durable: off, and save checkpoints: save_steps of the recipe",
+            )
     elif plan.order.value == "scheduled":
         raise RefusedError(
             "the plan's order is that of a schedule, and it has none",

@@ -8,7 +8,8 @@ torch.distributed.pipelining's CSV, a line for each rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -18,7 +19,7 @@ from packhorse.notation import NotationError, parse_notation
 from packhorse.plan.fields import Fields, as_mapping
 from packhorse.plan.files import choice_to_json, plan_to_json, read_plan_fields
 from packhorse.plan.ranks import RankPlans, Rejected
-from packhorse.plan.spec import PipelinePlan, Plan
+from packhorse.plan.spec import Choice, PipelinePlan, Plan
 from packhorse.plan.text import format_json
 from packhorse.schedule.csv_text import format_csv, parse_csv
 from packhorse.schedule.proof import check_schedule
@@ -91,6 +92,7 @@ def parse_rank_plans(text: str, *, where: str = "plan") -> RankPlans:
             where=fields.place("ranks"),
             fix="give every rank its plan and its order",
         )
+    _check_alike(ranks, fields)
     plans = RankPlans(
         ranks=ranks,
         step_ns=fields.count("step_ns") if fields.has_value("step_ns") else None,
@@ -102,7 +104,7 @@ def parse_rank_plans(text: str, *, where: str = "plan") -> RankPlans:
 
 
 def _load(text: str, where: str) -> Mapping[object, object]:
-    fix = "make the plan again with `packhorse plan`"
+    fix = "make the plan again with `packhorse plan` and the machines of all ranks"
     try:
         content = as_mapping(parse_notation(text))
     except NotationError as error:
@@ -146,6 +148,29 @@ def _read_rank(fields: Fields, pipeline: PipelinePlan) -> Plan:
     plan = replace(read_plan_fields(fields), pipeline=pipeline)
     fields.finish()
     return plan
+
+
+def _check_alike(ranks: Sequence[Plan], fields: Fields) -> None:
+    """Refuse ranks that would compute one step by different numerics."""
+    first = _list_numerics(ranks[0])
+    for rank, plan in enumerate(ranks):
+        for name, value in _list_numerics(plan).items():
+            if value != first[name]:
+                raise FileFormatError(
+                    f"{name} is {first[name]} on rank 0 and {value} on rank {rank}",
+                    where=fields.place(f"ranks[{rank}]"),
+                    fix="give all ranks the same: they compute one step together",
+                )
+
+
+def _list_numerics(plan: Plan) -> Mapping[str, object]:
+    found: dict[str, object] = {}
+    for part in (plan.numerics, plan.optimizer):
+        for field in dataclass_fields(part):
+            value: object = getattr(part, field.name)
+            # Reasons may differ.
+            found[field.name] = value.value if isinstance(value, Choice) else value
+    return found
 
 
 def _read_rejected(fields: Fields) -> Rejected:

@@ -7,6 +7,9 @@ threads, real bytes and real numbers. Only waiting is added, nothing is skipped:
 longer here than it should makes the emulation late, and is told by `overrun_ns`.
 
     begin = now; work; sleep until begin + duration, less what this lane slept too long before
+
+A message begins when both ends are ready, which only the real one can tell: its whole time comes
+behind it, on either side.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from packhorse.program.program import Program, ProgramKind
-from packhorse.program.tasks import Lane
+from packhorse.program.tasks import Lane, Recv, Send
 from packhorse.runtime.lanes import Done, Lanes, LanesAround, Work
 
 Pace = Callable[[Program], Sequence[int]]
@@ -52,6 +55,7 @@ class PacedLanes(LanesAround):
         self._sleep = sleep
         self._known: dict[ProgramKind, Sequence[int]] = {}
         self._durations: Mapping[int, int] = {}
+        self._messages: frozenset[int] = frozenset()
         # Each lane's own: only its thread touches them.
         self._carried_ns: dict[Lane, int] = {}
         self._overrun_ns: dict[Lane, int] = {}
@@ -70,6 +74,11 @@ class PacedLanes(LanesAround):
         if program.kind not in self._known:
             self._known[program.kind] = self._pace(program)
         self._durations = dict(enumerate(self._known[program.kind], first))
+        self._messages = frozenset(
+            index
+            for index, task in enumerate(program.tasks, first)
+            if isinstance(task, Send | Recv)
+        )
 
     def submit(
         self,
@@ -89,10 +98,13 @@ class PacedLanes(LanesAround):
             self._lanes.submit(index, lane, work, done, after, then)
             return
 
+        waits_for_peer = index in self._messages
+
         def work_and_wait() -> None:
             begin_ns = self._now_ns()
             work()
-            self._wait(lane, duration_ns, self._now_ns() - begin_ns)
+            worked_ns = 0 if waits_for_peer else self._now_ns() - begin_ns
+            self._wait(lane, duration_ns, worked_ns)
 
         self._lanes.submit(index, lane, work_and_wait, done, after, then)
 

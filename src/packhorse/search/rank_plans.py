@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from packhorse.compiler.ranks import cut_stages, lower_ranks
-from packhorse.errors import DoesNotFitError, RecipeError
+from packhorse.errors import DoesNotFitError, MismatchError, RecipeError
 from packhorse.machine.cluster import Cluster
 from packhorse.machine.spec import Machine, TierName
 from packhorse.model.spec import Model
@@ -188,8 +188,10 @@ def fit_budgets(
 
     Raises:
         DoesNotFitError: a rank needs more than its machine's budgets.
-        MismatchError, RuleError: as `predict_ranks`.
+        MismatchError: the blocks of a rank's plan are not its own.
+        RuleError: as `predict_ranks`.
     """
+    _check_parts(plans, parts, where)
     fitted: list[Plan] = []
     for rank, (plan, machine) in enumerate(zip(plans.ranks, cluster.ranks, strict=True)):
         prediction = predict_plan(plan, parts[rank], profiles[rank], machine)
@@ -207,6 +209,21 @@ def fit_budgets(
             )
         fitted.append(replace(plan, prediction=prediction, budget_bytes=have_bytes))
     return promise(replace(plans, ranks=tuple(fitted)), parts, profiles, cluster.ranks)
+
+
+def _check_parts(plans: RankPlans, parts: Sequence[Model], where: str) -> None:
+    """Refuse plans whose blocks are not those that the bounds of the stages give to their ranks."""
+    for rank, (plan, part) in enumerate(zip(plans.ranks, parts, strict=True)):
+        planned = [block.name for block in plan.blocks]
+        given = [block.name for block in part.blocks]
+        if planned != given:
+            raise MismatchError(
+                f"rank {rank} is given {', '.join(given)} by the bounds of the stages, and its plan"
+                f" is for {', '.join(planned)}",
+                where=f"{where}: bounds and ranks[{rank}].blocks",
+                fix="where bounds were moved, move the blocks and chunks of the ranks along; or"
+                " leave --plan out: a new plan is made",
+            )
 
 
 def promise(
@@ -270,10 +287,11 @@ def _find_pipeline(request: _Request, candidate: RankCandidate, scale: Sequence[
 
 def _specify(machine: Machine, profile: Profile, scale: float) -> RankSpec:
     device = machine.tier("device")
-    budget_bytes = 0 if device is None else device.budget_bytes - profile.base_bytes
+    # What the process holds anyway, the profile's base, is part of what a rank needs.
+    budget_bytes = 0 if device is None else device.budget_bytes
     return RankSpec(
         profile=profile,
-        budget_bytes=max(0, round(budget_bytes * scale)),
+        budget_bytes=round(budget_bytes * scale),
         time_factor=machine.compute_scale,
         away_bytes_per_s=_find_away_rate(machine),
     )

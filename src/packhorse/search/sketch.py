@@ -237,8 +237,9 @@ def _lower_state(evaluator: Evaluator, setting: Setting, taken: Sequence[bool]) 
 
 
 def _trace(problem: Problem, setting: Setting, program: Program, slots: frozenset[int]) -> _Trace:
-    # Every block in `slots` gets a column for its Recompute before each of its Backwards, also
-    # where it has none, so that programs with and without it have the same columns.
+    # Every block in `slots` gets a column for its Recompute before each of its Backwards, or of the
+    # first halves of them, also where it has none, so that programs with and without it have the
+    # same columns.
     costs = costs_of(problem, setting, program)
     weights = weights_of(program.tasks, setting.num_microbatches)
     first: dict[BufferId, int] = {
@@ -255,10 +256,14 @@ def _trace(problem: Problem, setting: Setting, program: Program, slots: frozense
     at: dict[str, dict[int, list[int]]] = {"forward": {}, "recompute": {}, "backward": {}}
     step_ns = 0
     recomputed = False
+    begun: set[tuple[int, int]] = set()
     lanes = assign_lanes(program.tasks)
     for task, lane, weight in zip(program.tasks, lanes, weights, strict=True):
-        if isinstance(task, Backward | InputGrad) and task.block in slots and not recomputed:
-            workspace.append(0.0)
+        if isinstance(task, Backward | InputGrad | WeightGrad) and task.block in slots:
+            which = task.block, task.microbatch
+            if which not in begun and not recomputed:
+                workspace.append(0.0)
+            begun.add(which)
         duration, core = costs.alone_ns(task) * weight, costs.core_ns(task) * weight
         step_ns += duration + core
         if phase != UPDATE and not takes_turns:

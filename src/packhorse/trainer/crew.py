@@ -210,9 +210,10 @@ class MetCrew:
         try:
             text = work()
         except PackhorseError as error:
-            self._meeting.broadcast(json.dumps({"error": error.what}))
+            self._meeting.broadcast(json.dumps({"error": error.what}), wait=LONG_WAIT)
             raise
-        self._meeting.broadcast(json.dumps({"found": text}))
+        # Others may come late: they load and trace by themselves what this rank has done before.
+        self._meeting.broadcast(json.dumps({"found": text}), wait=LONG_WAIT)
         return text
 
     def lead_flag(self, look: Callable[[], bool]) -> bool:

@@ -1,9 +1,10 @@
 """What a rank beside the first one writes into the run folder: its own log and timelines.
 
     logs/rank-N.log
-    timeline-predicted-rank-N.json  timeline-measured-rank-N.json
+    timeline-measured-rank-N.json
 
-Metrics, plan, checkpoints and the model are the first rank's, which writes them for all.
+Metrics, plan, predicted timelines, checkpoints and the model are the first rank's, which writes
+them for all.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, TextIO
+from typing import Self, TextIO
 
 from packhorse.storage.durable import write_durably
 from packhorse.storage.space import explain_failure
-from packhorse.trainer.run_folder import MEASURED_NAME, PREDICTED_NAME, stamp_line
+from packhorse.trainer.run_folder import MEASURED_NAME, stamp_line
 
-_OWN: Final = (MEASURED_NAME, PREDICTED_NAME)
+
+def rank_file_name(name: str, rank: int) -> str:
+    """Name a rank's own file beside that of the first rank."""
+    return name if rank == 0 else name.replace(".json", f"-rank-{rank}.json")
 
 
 def append_log(run: Path, rank: int, text: str) -> None:
@@ -64,8 +68,8 @@ class RankFolder:
         Raises:
             StorageError: the disk is full or unwritable.
         """
-        if name in _OWN:
-            write_durably(self.path / name.replace(".json", f"-rank-{self._rank}.json"), text)
+        if name == MEASURED_NAME:
+            write_durably(self.path / rank_file_name(name, self._rank), text)
 
     def write_metrics(self, metrics: Mapping[str, float | int | None]) -> None:
         """Leave metrics to the first rank."""

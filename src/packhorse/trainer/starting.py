@@ -12,6 +12,7 @@ from pathlib import Path
 
 from packhorse.checkpoint.kept_run import KeptRun
 from packhorse.checkpoint.resume import SavedRun
+from packhorse.errors import InputError
 from packhorse.storage.kept_state import KeptState, remove_kept
 from packhorse.trainer.crew import Crew
 from packhorse.trainer.run_folder import (
@@ -25,6 +26,18 @@ from packhorse.trainer.run_folder import (
 from packhorse.trainer.saving import RunSaver
 from packhorse.trainer.session import Session
 from packhorse.trainer.weights import WeightSource
+
+
+def refuse_early(folder: Path, resume: Resume) -> None:
+    """Refuse before anything that takes long what `begin` would refuse of a run folder.
+
+    Raises:
+        InputError: another process trains in the folder, or it holds state and the start is fresh.
+    """
+    if folder.is_dir():
+        claim_run(folder).close()
+    if isinstance(resume, StartFresh):
+        find_beginning(folder, resume)
 
 
 def begin(folder: Path, resume: Resume, scratch: Path | None) -> tuple[Beginning, tuple[Path, ...]]:
@@ -51,6 +64,9 @@ def begin_together(
 
     def look() -> str:
         held.enter_context(claim_run(folder))
+        if crew.num_ranks > 1 and scratch is not None:
+            # Ranks have folders of their own in the one that a run of one rank has.
+            _refuse_kept_alone(folder, resume, scratch.parent)
         found.append(begin(folder, resume, scratch))
         checkpoint = found[0][0].checkpoint
         return "" if checkpoint is None else str(checkpoint)
@@ -59,6 +75,20 @@ def begin_together(
     if found:
         return found[0]
     return Beginning(checkpoint=Path(checkpoint) if checkpoint else None, skipped=()), ()
+
+
+def _refuse_kept_alone(folder: Path, resume: Resume, scratch: Path) -> None:
+    """Refuse to go on from older state than a run of one rank has kept."""
+    if isinstance(resume, StartFresh):
+        return
+    kept = find_beginning(folder, resume, scratch).kept
+    if kept is not None:
+        raise InputError(
+            f"the newest state, after step {kept.entry.step}, is kept in the scratch folder of one"
+            " rank, and several ranks resume from checkpoints",
+            where=str(kept.file),
+            fix="go on with one rank: with `--set plan.durable=off` it saves a checkpoint at once",
+        )
 
 
 def fill_states(

@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Final, cast
@@ -37,6 +38,7 @@ from packhorse.runtime.transport.store import Store, Word, find_word, leave_word
 WAIT: Final = timedelta(seconds=30)
 """How long the others may take to come, or to say what everybody says."""
 
+_LEAVE_WAIT: Final = timedelta(seconds=5)
 _PREFIX: Final = "packhorse/meeting"
 # Between two looks at what the others have said.
 _FIRST_PAUSE_S: Final = 0.0002
@@ -212,9 +214,21 @@ class Meeting:
             ) from error
 
     def close(self) -> None:
-        """Give up gloo's groups; nothing may be under way. Closing twice is harmless."""
+        """Give up gloo's groups; nothing may be under way. Closing twice is harmless.
+
+        Rank 0, whose process may keep the store, blocks until the others have read what they need,
+        or a few seconds.
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
+        left = [f"{_PREFIX}/left/{rank}" for rank in range(1, self.num_ranks)]
+        end_s = time.monotonic() + _LEAVE_WAIT.total_seconds()
+        with suppress(RuntimeError):
+            if self.rank:
+                self.store.set(left[self.rank - 1], "")
+                return
+            while not self.store.check(left) and time.monotonic() < end_s:
+                time.sleep(_MOST_PAUSE_S)
 
     def _wait_for(self, keys: Sequence[str], wait: timedelta | None) -> None:
         # The store's own wait would not notice that another rank has failed meanwhile.
