@@ -23,13 +23,13 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     table.add_column("", no_wrap=True)
     for heading in ("predicted", "measured", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
-    _add_rows(table, "time", (comparison.step,), format_ns, bold=True)
-    _add_rows(table, "busy time by lane", comparison.lanes, format_ns)
-    _add_rows(table, "busy time by kind of task", comparison.kinds, format_ns)
-    _add_rows(table, "peak by pool", comparison.pools, format_bytes)
+    add_rows(table, "time", (comparison.step,), format_ns, bold=True)
+    add_rows(table, "busy time by lane", comparison.lanes, format_ns)
+    add_rows(table, "busy time by kind of task", comparison.kinds, format_ns)
+    add_rows(table, "peak by pool", comparison.pools, format_bytes)
     if comparison.process is not None:
-        _add_rows(table, "process, libraries left out", (comparison.process,), format_bytes)
-    _add_rows(table, "tasks that differ most", comparison.tasks, format_ns)
+        add_rows(table, "process, libraries left out", (comparison.process,), format_bytes)
+    add_rows(table, "tasks that differ most", comparison.tasks, format_ns)
     if comparison.same_tasks:
         return table
     note = "The two timelines are of different tasks, so single tasks are not compared."
@@ -52,7 +52,7 @@ def format_error(error: float | None) -> Text:
     return Text(f"{sign}{format_percent(error)}", style=style)
 
 
-def _add_rows(
+def add_rows(
     table: Table,
     title: str,
     differences: Iterable[Difference],
@@ -60,6 +60,7 @@ def _add_rows(
     *,
     bold: bool = False,
 ) -> None:
+    """Add quantities under a title; nothing where there are none."""
     rows = tuple(differences)
     if not rows:
         return
