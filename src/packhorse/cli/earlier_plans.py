@@ -24,14 +24,10 @@ def read_earlier(recipe: Recipe) -> Plan | RankPlans | None:
     Raises:
         FileFormatError: it is damaged.
     """
-    from packhorse.cli.kinds import detect_kind
-    from packhorse.plan.files import read_plan
-    from packhorse.plan.rank_files import read_rank_plans
+    from packhorse.cli.rank_reading import read_any_plan
 
     path = recipe.run_folder / PLAN_NAME
-    if not path.is_file():
-        return None
-    return read_rank_plans(path) if detect_kind(path) == "rank plans" else read_plan(path)
+    return read_any_plan(path) if path.is_file() else None
 
 
 def pin_numerics(recipe: Recipe, earlier: Plan | RankPlans) -> tuple[Recipe, int | None]:

@@ -38,21 +38,23 @@ def lower(
     """Print the program of a plan: every task, in order."""
     from packhorse.cli.companions import plan_path, read_plan_model
     from packhorse.cli.outputs import write_output
+    from packhorse.cli.rank_reading import read_any_plan, read_rank_set
     from packhorse.cli.screen import Screen
     from packhorse.compiler.lower import lower_plan
-    from packhorse.plan.files import read_plan
+    from packhorse.plan.ranks import RankPlans
     from packhorse.program.digest import digest_program
     from packhorse.program.text import format_program
 
     screen = Screen(as_json=as_json)
-    if rank:
-        raise InputError(
-            f"there is no rank {rank}: the plan is for one process",
-            where="--rank",
-            fix="leave it out, or write --rank 0",
-        )
     path = plan_path(plan)
-    program = lower_plan(read_plan(path), read_plan_model(path, model), kind.value)
+    found = read_any_plan(path)
+    num_ranks = len(found.ranks) if isinstance(found, RankPlans) else 1
+    _check_rank(rank, num_ranks)
+    if isinstance(found, RankPlans):
+        own, part = found.ranks[rank], read_rank_set(path, found, model).parts[rank]
+    else:
+        own, part = found, read_plan_model(path, model)
+    program = lower_plan(own, part, kind.value)
     text = format_program(program)
     if out is None:
         screen.show_text(text)
@@ -71,4 +73,20 @@ def lower(
             "text": text if out is None else None,
             "file": None if out is None else str(out),
         }
+    )
+
+
+def _check_rank(rank: int, num_ranks: int) -> None:
+    if rank < num_ranks:
+        return
+    if num_ranks == 1:
+        raise InputError(
+            f"there is no rank {rank}: the plan is for one process",
+            where="--rank",
+            fix="leave it out, or write --rank 0",
+        )
+    raise InputError(
+        f"there is no rank {rank}: the plan is for ranks 0 to {num_ranks - 1}",
+        where="--rank",
+        fix=f"name one of them, such as --rank {num_ranks - 1}",
     )

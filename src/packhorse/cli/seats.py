@@ -1,6 +1,7 @@
-"""Was this command started as one of several ranks?
+"""Was this command started as one of several ranks, and how is one started so?
 
-In: torchrun's environment. Out: the rank's seat, or None where the command runs by itself.
+In: torchrun's environment, or the number of ranks. Out: the rank's seat, or None where the command
+runs by itself; the words that start a command.
 """
 
 from __future__ import annotations
@@ -23,3 +24,14 @@ def find_seat() -> Seat | None:
     from packhorse.runtime.transport.seats import read_seat
 
     return read_seat(os.environ)
+
+
+def spell_start(num_ranks: int, num_hosts: int = 1) -> str:
+    """Spell what comes before a command's name: packhorse by itself, or torchrun for ranks.
+
+    Of several hosts torchrun has to be told where they meet, which only the user knows.
+    """
+    if num_ranks == 1:
+        return "packhorse"
+    options = f"--nproc-per-node {num_ranks}" if num_hosts == 1 else "..."
+    return f"torchrun {options} -m packhorse"

@@ -19,7 +19,7 @@ from packhorse.cli.options import (
     RecipePath,
     Settings,
 )
-from packhorse.errors import DoesNotFitError
+from packhorse.errors import DoesNotFitError, MismatchError
 
 if TYPE_CHECKING:
     from packhorse.cli.machines import MachineChoice
@@ -67,7 +67,7 @@ def train_recipe(
     from packhorse.cli.measured_steps import read_measured_steps
     from packhorse.cli.planning import load_libraries
     from packhorse.cli.screen import Screen
-    from packhorse.cli.seats import find_seat
+    from packhorse.cli.seats import find_seat, spell_start
     from packhorse.cli.train_ranks import TrainRequest, train_seated
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.compiler.lower import lower_plan
@@ -87,7 +87,10 @@ def train_recipe(
         True if resume == NEWEST else resume, loaded.recipe.resume_from_checkpoint
     )
     choice = MachineChoice(name=machine, budget=budget, memory=memory)
-    go_on = _spell_resume(recipe, choice, settings or ())
+    start = "packhorse"
+    if seat is not None:
+        start = spell_start(seat.num_ranks, -(-seat.num_ranks // seat.num_local))
+    go_on = _spell_resume(start, recipe, choice, settings or ())
     if seat is not None:
         request = TrainRequest(
             path=recipe,
@@ -138,7 +141,7 @@ def train_recipe(
         gc.collect()
     summary = run_planned(
         planned,
-        predicted,
+        (predicted,),
         beginning,
         screen,
         go_on=go_on,
@@ -164,12 +167,16 @@ def _settle_plan(
     """Take the plan that was named, or that of the run that is resumed, or make one."""
     from packhorse.cli.earlier_plans import read_earlier
     from packhorse.cli.planning import plan_recipe, take_plan
-    from packhorse.plan.files import PLAN_NAME, read_plan
+    from packhorse.cli.rank_reading import read_any_plan
+    from packhorse.plan.files import PLAN_NAME
     from packhorse.plan.ranks import RankPlans
     from packhorse.trainer.run_folder import StartFresh
 
     if path is not None:
-        return take_plan(recipe, machine, read_plan(path), path, screen)
+        named = read_any_plan(path)
+        if isinstance(named, RankPlans):
+            raise _want_ranks(path, len(named.ranks))
+        return take_plan(recipe, machine, named, path, screen)
     plan = None if isinstance(beginning, StartFresh) else read_earlier(recipe)
     if isinstance(plan, RankPlans):
         screen.note(f"the run so far had {len(plan.ranks)} ranks: a plan for one is made")
@@ -185,6 +192,17 @@ def _settle_plan(
         screen.note(f"by the plan of the run that is resumed: {earlier}")
         return planned
     return plan_recipe(recipe, machine, screen, baseline_bytes=baseline_bytes)
+
+
+def _want_ranks(path: Path, num_ranks: int) -> MismatchError:
+    from packhorse.cli.seats import spell_start
+
+    return MismatchError(
+        f"the plan is for {num_ranks} ranks, and this is one process",
+        where=str(path),
+        fix=f"start them: {spell_start(num_ranks)} train RECIPE --plan {path}\nor leave --plan out:"
+        " a plan for one is made",
+    )
 
 
 def _plan_again(
@@ -246,7 +264,7 @@ def _find_pace(planned: Planned) -> Pace | None:
 
 def run_planned(
     planned: Planned,
-    predicted: Timeline,
+    predicted: Sequence[Timeline],
     beginning: Resume,
     screen: Screen,
     *,
@@ -288,15 +306,19 @@ def run_planned(
     return watcher.summary
 
 
-def _spell_resume(recipe: Path, choice: MachineChoice, settings: Sequence[str]) -> str:
-    """The command that goes on with a run: as it was typed, but from its newest state."""
-    words = ["packhorse", "train", str(recipe), "--resume"]
+def _spell_resume(start: str, recipe: Path, choice: MachineChoice, settings: Sequence[str]) -> str:
+    """The command that goes on with a run: as it was typed, but from its newest state.
+
+    Args:
+        start: what comes before the command's name.
+    """
+    words = ["train", str(recipe), "--resume"]
     typed = {"--machine": choice.name, "--budget": choice.budget, "--memory": choice.memory}
     for option, value in typed.items():
         words += [option, value] if value is not None else []
     for setting in settings:
         words += ["--set", setting]
-    return shlex.join(words)
+    return f"{start} {shlex.join(words)}"
 
 
 def _write_companions(planned: Planned, folder: Path) -> None:

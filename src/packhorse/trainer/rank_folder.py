@@ -1,9 +1,10 @@
-"""What a rank beside the first one writes into the run folder: its own log and timelines.
+"""What a rank beside the first one writes into the run folder: its log and its measured timeline.
 
     logs/rank-N.log
-    timeline-predicted-rank-N.json  timeline-measured-rank-N.json
+    timeline-measured-rank-N.json
 
-Metrics, plan, checkpoints and the model are the first rank's, which writes them for all.
+All else is the first rank's, which writes it for all: metrics, plan, what the plan promises of each
+rank (timeline-predicted-rank-N.json), checkpoints and the model.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, TextIO
+from typing import Self, TextIO
 
 from packhorse.storage.durable import write_durably
 from packhorse.storage.space import explain_failure
-from packhorse.trainer.run_folder import MEASURED_NAME, PREDICTED_NAME, stamp_line
-
-_OWN: Final = (MEASURED_NAME, PREDICTED_NAME)
+from packhorse.timeline.files import name_for_rank
+from packhorse.trainer.run_folder import MEASURED_NAME, stamp_line
 
 
 class RankFolder:
@@ -54,8 +54,8 @@ class RankFolder:
         Raises:
             StorageError: the disk is full or unwritable.
         """
-        if name in _OWN:
-            write_durably(self.path / name.replace(".json", f"-rank-{self._rank}.json"), text)
+        if name == MEASURED_NAME:
+            write_durably(self.path / name_for_rank(name, self._rank), text)
 
     def write_metrics(self, metrics: Mapping[str, float | int | None]) -> None:
         """Leave metrics to the first rank."""
