@@ -22,7 +22,10 @@ from packhorse.runtime.transport.spec import Transport
 from packhorse.runtime.transport.store import Store
 
 LEAD_WAIT: Final = timedelta(hours=6)
-"""How long the others wait for what the first rank does alone: it may plan, or read all data."""
+"""How long ranks wait for what another does alone: plan, read all data, trace the model.
+
+One that fails meanwhile is noticed at once: it leaves word.
+"""
 
 
 class Met(Protocol):
@@ -168,9 +171,10 @@ class MetCrew:
         try:
             text = work()
         except PackhorseError as error:
-            self._meeting.broadcast(json.dumps({"error": error.what}))
+            self._meeting.broadcast(json.dumps({"error": error.what}), wait=LEAD_WAIT)
             raise
-        self._meeting.broadcast(json.dumps({"found": text}))
+        # The others may still be tracing, as long as that takes.
+        self._meeting.broadcast(json.dumps({"found": text}), wait=LEAD_WAIT)
         return text
 
     def lead_flag(self, look: Callable[[], bool]) -> bool:

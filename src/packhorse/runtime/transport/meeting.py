@@ -34,6 +34,9 @@ from packhorse.runtime.transport.store import Store, find_word, leave_word
 
 WAIT: Final = timedelta(seconds=30)
 """How long the others may take to come, or to say what everybody says."""
+# One rank may save files, or end a long step, while the others wait to agree on what comes next.
+# Whoever is gone is noticed at once, by the connection.
+_TALK_WAIT: Final = timedelta(hours=1)
 
 _PREFIX: Final = "packhorse/meeting"
 # Between two looks at what the others have said.
@@ -230,7 +233,7 @@ def join_meeting(
             store=PrefixStore("packhorse/gloo", store),
             rank=seat.rank,
             world_size=seat.num_ranks,
-            timeout=wait,
+            timeout=_TALK_WAIT,
         )
     except RuntimeError as error:
         raise PeerLostError(
