@@ -141,6 +141,7 @@ def test_compare_lays_every_rank_side_by_side(shell, folder):
     assert one.startswith("rank 1\n")
     assert "busy time by lane" in one
     assert shell("compare", folder, "--rank", "2").code == 2
+    assert "timeline-measured-rank-1.json: a measured timeline" in shell("check", folder).out
     document = shell("compare", folder, "--json").document
     assert [each["rank"] for each in document["ranks"]] == [0, 1]
     assert document["ranks"][1]["step_ns"]["error"] == pytest.approx(-0.5)

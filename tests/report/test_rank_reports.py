@@ -15,6 +15,7 @@ from packhorse.report.rank_compare import idle_as_dict, rank_comparison_table
 from packhorse.report.rank_explain import explain_rank_plans, fold_rank_choices, say_ranks
 from packhorse.report.rank_loads import busy_links, find_busiest, say_busiest, say_busiest_link
 from packhorse.report.rank_plans import rank_plans_as_dict, rank_plans_table
+from packhorse.report.tables import comparison_table
 from packhorse.search.rank_plans import predict_ranks
 from packhorse.timeline.spec import Span, Timeline
 from tests.report.samples import render
@@ -161,8 +162,13 @@ def test_ranks_that_are_slower_than_planned():
     assert "+0.0 pp" in text
     assert rows.splitlines()[1].endswith("0.0 %")
     assert rows.splitlines()[2].endswith("-50.0 %")
-    assert "rank 1: " in text.split("tasks that differ most")[1]
-    assert "rank 0: " not in text.split("tasks that differ most")[1]
+    tasks = text.split("tasks that differ most")[1]
+    assert "rank 1: " in tasks
+    assert "rank 0: " not in tasks
+    # They wait for the other rank: what they take says nothing of themselves.
+    assert "send" not in tasks
+    assert "receive" not in tasks
+    assert "has the wait for the other rank in it" in render(comparison_table(comparisons[1]))
     idle = idle_as_dict(comparisons[1])
     assert idle["predicted"] == pytest.approx(idle["measured"])
     other = compare_timelines(TIMELINES[0], TIMELINES[1])

@@ -7,14 +7,18 @@ without colours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from packhorse.report.compare import Comparison, Difference
+from packhorse.report.compare import MESSAGES, Comparison, Difference
 from packhorse.timeline.names import words_for
 from packhorse.units import format_bytes, format_ns, format_percent
+
+_WAITS: Final = "Messages: what was measured has the wait for the other rank in it."
+_OTHER_TASKS: Final = "The two timelines are of different tasks, so single tasks are not compared."
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
@@ -30,10 +34,12 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     if comparison.process is not None:
         add_rows(table, "process, libraries left out", (comparison.process,), format_bytes)
     add_rows(table, "tasks that differ most", comparison.tasks, format_ns)
-    if comparison.same_tasks:
-        return table
-    note = "The two timelines are of different tasks, so single tasks are not compared."
-    return Group(table, Text(note, style="yellow"))
+    notes: list[RenderableType] = []
+    if any(kind.name in MESSAGES for kind in comparison.kinds):
+        notes.append(Text(_WAITS, style="dim"))
+    if not comparison.same_tasks:
+        notes.append(Text(_OTHER_TASKS, style="yellow"))
+    return Group(table, *notes) if notes else table
 
 
 def plain_table(*, heads: bool = True) -> Table:
