@@ -57,6 +57,7 @@ def run_losses(losses):
     for step, loss in enumerate(losses, 1):
         screen.stepped(make_report(step, loss))
     planned = SimpleNamespace(
+        joint=None,
         plan=SimpleNamespace(prediction=None, budget_bytes={}),
         machine=SimpleNamespace(device="cpu"),
     )
@@ -86,6 +87,7 @@ def test_the_process_is_more_than_the_budget_and_says_why():
 
 def test_an_eval_loss_that_is_not_finite_is_null():
     planned = SimpleNamespace(
+        joint=None,
         plan=SimpleNamespace(prediction=None, budget_bytes={}),
         prepared=SimpleNamespace(recipe=SimpleNamespace(run_folder=Path("run"))),
     )

@@ -1,59 +1,74 @@
-"""The ranks of a run: how long they wait for each other."""
+"""What ranks leave to the first one, and hear from it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Event
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch.distributed import HashStore
 
-from packhorse.errors import InputError
-from packhorse.trainer.crew import LEAD_WAIT, MetCrew
-
-SHORT = timedelta(seconds=1)
-
-
-class Heard:
-    """A meeting that keeps how long its rank would have waited for the others."""
-
-    rank = 0
-    num_ranks = 1
-    store = HashStore()
-
-    def __init__(self) -> None:
-        self.waits: list[timedelta | None] = []
-
-    def broadcast(self, text: str | None, *, wait: timedelta | None = None) -> str:
-        self.waits.append(wait)
-        return text or ""
+from packhorse.errors import InputError, PeerLostError
+from packhorse.runtime.transport.meeting import Meeting
+from packhorse.runtime.transport.seats import Seat
+from packhorse.trainer.crew import ALONE, MetCrew
+from packhorse.trainer.whereabouts import Whereabouts
 
 
-@pytest.fixture
-def gloo() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=SHORT)
-    yield
-    dist.destroy_process_group()
+class WatchedStore:
+    """A store that tells when somebody has looked for what others say."""
+
+    def __init__(self, store, looked: Event) -> None:
+        self._store, self._looked = store, looked
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def check(self, keys):
+        found = self._store.check(keys)
+        self._looked.set()
+        return found
 
 
-def test_the_first_rank_waits_for_those_that_trace_and_load_what_it_has_already(gloo: None) -> None:
-    meeting = Heard()
-    crew = MetCrew(meeting)
-    assert crew.lead(lambda: "found") == "found"
-    assert crew.lead_flag(lambda: True)
+def lead_with_a_late_second(work):
+    """Two ranks lead; the second comes when the first has already looked for it in vain."""
+    store, looked = HashStore(), Event()
 
-    def fail() -> str:
-        raise InputError("no")
+    def attend(rank):
+        seat = Seat(rank=rank, num_ranks=2, local_rank=rank, num_local=2, place="here")
+        own = WatchedStore(store, looked) if rank == 0 else store
+        # Nobody waits for what everybody says, unless they are told to.
+        crew = MetCrew(Meeting(seat, own, "host", wait=timedelta(0)), Whereabouts())
+        if rank:
+            assert looked.wait(20)
+        try:
+            return crew.lead(work)
+        except (InputError, PeerLostError) as error:
+            return error
 
-    with pytest.raises(InputError):
-        crew.lead(fail)
-    assert meeting.waits == [LEAD_WAIT] * 3
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(attend, (0, 1)))
 
 
-def test_ranks_wait_for_a_save_for_longer_than_a_meeting_does(gloo: None) -> None:
-    crew = MetCrew(Heard())
-    assert crew.agree(3) == 3
-    backend = crew._group._get_backend(torch.device("cpu"))
-    assert backend.options._timeout == LEAD_WAIT
+def test_the_first_rank_waits_for_those_that_are_still_busy():
+    assert lead_with_a_late_second(lambda: "found") == ["found", "found"]
+
+
+def test_what_went_wrong_on_the_first_rank_is_heard_by_late_ones():
+    def fail():
+        raise InputError("the folder is in use", where="run", fix="wait")
+
+    first, second = lead_with_a_late_second(fail)
+    assert (type(first), first.what) == (InputError, "the folder is in use")
+    assert isinstance(second, PeerLostError)
+    assert second.what == "rank 0 has failed: the folder is in use"
+
+
+def test_one_rank_leads_and_agrees_with_itself():
+    assert ALONE.lead(lambda: "found") == "found"
+    assert ALONE.lead_flag(lambda: True)
+    assert ALONE.agree(3) == 3
+    assert ALONE.open_transport([]) is None
+    with pytest.raises(ValueError, match="there is no rank 1"):
+        ALONE.receive_text(1)

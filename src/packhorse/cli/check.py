@@ -438,7 +438,8 @@ def _judge_run(path: Path) -> Verdict:
     checked: list[str] = []
     warnings: list[str] = []
     present = [path / name for name in _RUN_FILES if (path / name).is_file()]
-    for file in (*present, *find_checkpoints(path)):
+    of_ranks = sorted(path.glob("timeline-*-rank-*.json"))
+    for file in (*present, *of_ranks, *find_checkpoints(path)):
         verdict = judge_file(file, detect_kind(file), None)
         checked.append(f"{file.name}: {verdict.what}")
         warnings += verdict.warnings

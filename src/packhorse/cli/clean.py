@@ -12,7 +12,7 @@ from packhorse.cli.options import AsJson, Yes
 from packhorse.errors import InputError, PackhorseError
 
 if TYPE_CHECKING:
-    from packhorse.machine.spec import Machine
+    from packhorse.machine.spec import Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,8 @@ def clean_folder(
         raise InputError(
             "there is no such folder", where=str(path), fix="name a run folder or a scratch folder"
         )
-    # Of several ranks each has scratch folders of its own.
-    scratches = [[path, *places] for places in _find_scratch(path)]
-    kept, unreadable = find_kept(path)
-    found = [each for scratch in scratches for each in find_remains(path, scratch)]
-    remains = list(dict.fromkeys(found))
+    groups = _find_groups(path)
+    remains = find_remains(path, groups)
     for each in remains:
         screen.show_text(f"{each.path}: {each.what}, {format_bytes(each.size_bytes)}\n")
     total_bytes = sum(each.size_bytes for each in remains)
@@ -57,11 +54,12 @@ def clean_folder(
         screen.show_text(f"nothing unfinished in {path}\n")
     elif screen.ask(f"remove these, {format_bytes(total_bytes)} in all?", yes=yes):
         with claim_run(path):
-            for scratch in scratches:
-                for folder in scratch:
-                    clean_scratch(folder, but=_find_others(folder, scratch))
-            for state in (*kept, *unreadable):
-                remove_kept(state)
+            for group in groups:
+                kept, unreadable = find_kept(group[0])
+                for folder in group:
+                    clean_scratch(folder, but=_find_others(folder, group))
+                for state in (*kept, *unreadable):
+                    remove_kept(state)
             clean_leftovers(path)
         removed = True
         screen.show_text(f"removed, {format_bytes(total_bytes)} freed\n")
@@ -79,11 +77,14 @@ def clean_folder(
     )
 
 
-def find_remains(path: Path, scratch: list[Path]) -> list[Remains]:
-    """List the unfinished saves of a run folder, and what dead runs left in scratch folders."""
+def find_remains(path: Path, groups: list[list[Path]]) -> list[Remains]:
+    """List the unfinished saves of a run folder, and what dead runs left in scratch folders.
+
+    Args:
+        groups: for each rank, the folder that was named and those of its scratch files; or folders
+            of scratch files alone.
+    """
     from packhorse.checkpoint.folders import find_leftovers
-    from packhorse.storage.kept_state import find_kept
-    from packhorse.storage.scratch_folder import find_leftovers as find_scratch_files
 
     found = [
         Remains(
@@ -95,6 +96,19 @@ def find_remains(path: Path, scratch: list[Path]) -> list[Remains]:
         )
         for leftover in find_leftovers(path)
     ]
+    for at, group in enumerate(groups):
+        # The run folder stands at the head of every rank's group: it is looked at once.
+        looked_at = {folder for earlier in groups[:at] for folder in earlier}
+        found += _find_scratch_files(group, looked_at)
+    return found
+
+
+def _find_scratch_files(group: list[Path], looked_at: set[Path]) -> list[Remains]:
+    from packhorse.storage.kept_state import find_kept
+    from packhorse.storage.scratch_folder import find_leftovers
+
+    path, found = group[0], list[Remains]()
+    scratch = [folder for folder in group if folder not in looked_at]
     words: dict[Path, str] = {}
     for folder in scratch:
         # Parts of a file that is striped over several folders lie in those.
@@ -119,14 +133,14 @@ def find_remains(path: Path, scratch: list[Path]) -> list[Remains]:
                     if part.parent.absolute() != folder.absolute() and part.is_file()
                 ]
     for folder in scratch:
-        others = _find_others(folder, scratch)
+        others = _find_others(folder, group)
         found += [
             Remains(
                 path=file.path,
                 what=words.get(file.path.absolute(), "a scratch file that holds no state"),
                 size_bytes=file.size_bytes,
             )
-            for file in find_scratch_files(folder)
+            for file in find_leftovers(folder)
             if file.path not in others
         ]
     return found
@@ -161,30 +175,44 @@ def _find_others(folder: Path, scratch: list[Path]) -> tuple[Path, ...]:
     )
 
 
+def _find_groups(path: Path) -> list[list[Path]]:
+    """Find the scratch folders that belong to a folder: one list for each rank.
+
+    Of a run its machine file names them; of a scratch folder named alone they are those of ranks in
+    it, each for itself.
+    """
+    ranks = _find_scratch(path)
+    if any(ranks):
+        return [[path, *folders] for folders in ranks]
+    in_it = sorted(each for each in path.glob("rank-*") if each.is_dir())
+    return [[path], *([folder] for folder in in_it)]
+
+
 def _find_scratch(path: Path) -> list[list[Path]]:
-    """Find the scratch folders of each rank of the run: its machine file names them."""
+    """Find the scratch folders of a run, rank by rank: its machine file names them."""
     from packhorse.cli.kinds import detect_kind
     from packhorse.machine.cluster_files import read_cluster
     from packhorse.machine.files import read_machine
 
     file = path / "machine.json"
     if not file.is_file():
-        return [[]]
+        return []
     try:
-        several = detect_kind(file) == "cluster"
-        machines = read_cluster(file).ranks if several else (read_machine(file),)
+        is_cluster = detect_kind(file) == "cluster"
+        machines = read_cluster(file).ranks if is_cluster else (read_machine(file),)
     except PackhorseError:
         # A damaged machine file must not keep a run folder from being cleaned.
-        return [[]]
-    return [_find_places(machine) for machine in machines]
+        return []
+    return [
+        [Path(each) for each in _name_drives(machine.tier("disk")) if Path(each).is_dir()]
+        for machine in machines
+    ]
 
 
-def _find_places(machine: Machine) -> list[Path]:
-    disk = machine.tier("disk")
+def _name_drives(disk: Tier | None) -> list[str]:
     if disk is None or disk.path is None:
         return []
-    paths = [drive.path for drive in disk.drives] or [disk.path]
-    return [Path(path) for path in paths if Path(path).is_dir()]
+    return [drive.path for drive in disk.drives] or [disk.path]
 
 
 def _original(leftover: Path) -> Path:

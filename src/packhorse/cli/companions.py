@@ -14,8 +14,6 @@ from packhorse.plan.files import PLAN_NAME
 
 if TYPE_CHECKING:
     from packhorse.model.spec import Model
-    from packhorse.plan.ranks import RankPlans
-    from packhorse.plan.spec import Plan
 
 Companion = Literal["model", "machine", "profile", "run"]
 
@@ -30,20 +28,6 @@ def companion_path(plan: Path, companion: Companion) -> Path:
 def plan_path(path: Path) -> Path:
     """Name the plan that a path means: the file itself, or the plan.json of a run folder."""
     return path / PLAN_NAME if path.is_dir() else path
-
-
-def read_any_plan(path: Path) -> Plan | RankPlans:
-    """Read a plan.json, of one rank or of several.
-
-    Raises:
-        FileFormatError: it is missing, damaged or something else.
-    """
-    from packhorse.cli.kinds import detect_kind
-    from packhorse.plan.files import read_plan
-    from packhorse.plan.rank_files import read_rank_plans
-
-    several = path.is_file() and detect_kind(path) == "rank plans"
-    return read_rank_plans(path) if several else read_plan(path)
 
 
 def read_plan_model(plan: Path, model: Path | None) -> Model:

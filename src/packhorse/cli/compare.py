@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,10 +12,7 @@ from packhorse.errors import InputError
 
 if TYPE_CHECKING:
     from packhorse.machine.rescale import RateFactors
-    from packhorse.report.compare import Comparison, Difference
-
-_PREDICTED: Final = "timeline-predicted.json"
-_MEASURED: Final = "timeline-measured.json"
+    from packhorse.report.compare import Comparison
 
 
 def compare_runs(
@@ -26,6 +23,10 @@ def compare_runs(
     tasks: Annotated[
         int, typer.Option(min=0, help="How many of the tasks that differ most are listed.")
     ] = 5,
+    rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of a run of several ranks: whose step is shown in full."),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write both timelines side by side, for Perfetto."),
@@ -40,7 +41,9 @@ def compare_runs(
     as_json: AsJson = False,
 ) -> None:
     """Lay predicted beside measured."""
+    from packhorse.cli.compare_ranks import RanksRequest, compare_ranks, count_ranks
     from packhorse.cli.outputs import check_output, write_output
+    from packhorse.cli.run_timelines import find_process
     from packhorse.cli.screen import Screen
     from packhorse.report.compare import compare_timelines, comparison_as_dict
     from packhorse.report.measured_rates import factors_as_dict, say_factors
@@ -49,9 +52,25 @@ def compare_runs(
     from packhorse.timeline.perfetto import format_trace
 
     screen = Screen(as_json=as_json)
-    first, second = _find_pair(paths)
     if machine_out is not None:
         check_output(machine_out)
+    num_ranks = count_ranks(paths[0]) if len(paths) == 1 else 1
+    if num_ranks > 1:
+        request = RanksRequest(
+            folder=paths[0],
+            num_ranks=num_ranks,
+            rank=rank,
+            num_tasks=tasks,
+            trace=trace,
+            machine_out=machine_out,
+        )
+        compare_ranks(request, screen)
+        return
+    if rank:
+        raise InputError(
+            f"there is no rank {rank}: this is of one rank", where="--rank", fix="leave it out"
+        )
+    first, second = _find_pair(paths)
     predicted, measured = read_timeline(first), read_timeline(second)
     process = find_process(paths[0]) if len(paths) == 1 else None
     comparison = compare_timelines(predicted, measured, num_tasks=tasks, process=process)
@@ -98,37 +117,12 @@ def _write_machine(paths: list[Path], comparison: Comparison, out: Path) -> Rate
     return factors
 
 
-def find_process(folder: Path) -> Difference | None:
-    """Lay what the plan of a run promises of the process beside what the run's metrics say of it.
-
-    None where there is no plan with a prediction, or a run without that metric. Of several ranks
-    the first one's process is measured.
-    """
-    from packhorse.cli.companions import read_any_plan
-    from packhorse.plan.files import PLAN_NAME
-    from packhorse.plan.ranks import RankPlans
-    from packhorse.report.compare import Difference
-    from packhorse.trainer.run_folder import METRICS_NAME, read_metrics
-    from packhorse.units import GIB
-
-    if not (folder / PLAN_NAME).is_file():
-        return None
-    found = read_any_plan(folder / PLAN_NAME)
-    plan = found.ranks[0] if isinstance(found, RankPlans) else found
-    sizes = [line.get("process_gib") for line in read_metrics(folder / METRICS_NAME)]
-    largest = max((size for size in sizes if size is not None), default=None)
-    if plan.prediction is None or largest is None:
-        return None
-    # Beside a GPU the process lives in the host's memory.
-    causes = plan.prediction.peak_bytes.get("device" if plan.numerics.device == "cpu" else "host")
-    predicted = 0 if causes is None else sum(causes.values())
-    return Difference(name="peak", predicted=predicted, measured=round(largest * GIB))
-
-
 def _find_pair(paths: list[Path]) -> tuple[Path, Path]:
+    from packhorse.cli.run_timelines import MEASURED, PREDICTED
+
     match paths:
         case [folder] if folder.is_dir():
-            pair = folder / _PREDICTED, folder / _MEASURED
+            pair = folder / PREDICTED, folder / MEASURED
             missing = [path.name for path in pair if not path.is_file()]
             if missing:
                 raise InputError(

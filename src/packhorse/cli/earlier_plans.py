@@ -24,7 +24,7 @@ def read_earlier(recipe: Recipe) -> Plan | RankPlans | None:
     Raises:
         FileFormatError: it is damaged.
     """
-    from packhorse.cli.companions import read_any_plan
+    from packhorse.cli.rank_reading import read_any_plan
 
     path = recipe.run_folder / PLAN_NAME
     return read_any_plan(path) if path.is_file() else None

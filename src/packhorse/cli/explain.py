@@ -11,8 +11,10 @@ from packhorse.cli.options import AsJson
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
+    from packhorse.plan.ranks import RankPlans
     from packhorse.plan.spec import Plan
     from packhorse.report.explain import Advice
+    from packhorse.timeline.spec import Timeline
 
 
 def explain(
@@ -26,11 +28,13 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Explain a plan: causes, bottleneck, choices, relief."""
-    from packhorse.cli.companions import companion_path, plan_path, read_any_plan
+    from packhorse.cli.companions import companion_path, plan_path
+    from packhorse.cli.rank_reading import read_any_plan
     from packhorse.cli.screen import Screen
     from packhorse.plan.ranks import RankPlans
     from packhorse.report.explain import explain_plan, explanation_as_dict
-    from packhorse.report.rank_plans import rank_plans_as_dict, rank_plans_table
+    from packhorse.report.rank_explain import explain_rank_plans
+    from packhorse.report.rank_plans import rank_plans_as_dict
     from packhorse.report.run_files import read_run
 
     screen = Screen(as_json=as_json)
@@ -47,8 +51,9 @@ def explain(
     run = read_run(run_file) if run_file.is_file() else None
     if isinstance(found, RankPlans):
         if rank is None:
-            screen.show(rank_plans_table(found, run))
-            screen.answer(rank_plans_as_dict(found, run))
+            timelines = _predict(path, found)
+            screen.show(explain_rank_plans(found, run, timelines))
+            screen.answer(rank_plans_as_dict(found, run, timelines))
         else:
             screen.show(explain_plan(found.ranks[rank]))
             screen.answer(explanation_as_dict(found.ranks[rank]))
@@ -74,3 +79,15 @@ def _advise(path: Path, plan: Plan) -> Advice | None:
     model, profile, machine = read_model(files[0]), read_profile(files[1]), read_machine(files[2])
     check_plan(plan, model)
     return advise(plan, model, profile, machine) if fits_model(profile, model) else None
+
+
+def _predict(path: Path, plans: RankPlans) -> tuple[Timeline, ...] | None:
+    """Time a step of all ranks, from what lies beside their plans; None without that."""
+    from packhorse.cli.companions import companion_path
+    from packhorse.cli.rank_reading import choose_cluster, read_rank_set, simulate_rank_set
+
+    files = [companion_path(path, name) for name in ("model", "profile", "machine")]
+    if not all(file.is_file() for file in files):
+        return None
+    found = read_rank_set(path, plans, None)
+    return simulate_rank_set(found, choose_cluster(found, None), elsewhere=False)

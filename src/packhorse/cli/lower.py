@@ -36,11 +36,11 @@ def lower(
     as_json: AsJson = False,
 ) -> None:
     """Print the program of a plan: every task, in order."""
-    from packhorse.cli.companions import plan_path, read_any_plan, read_plan_model
+    from packhorse.cli.companions import plan_path, read_plan_model
     from packhorse.cli.outputs import write_output
+    from packhorse.cli.rank_reading import read_any_plan, read_rank_set
     from packhorse.cli.screen import Screen
     from packhorse.compiler.lower import lower_plan
-    from packhorse.compiler.ranks import cut_stages
     from packhorse.plan.ranks import RankPlans
     from packhorse.program.digest import digest_program
     from packhorse.program.text import format_program
@@ -49,19 +49,12 @@ def lower(
     path = plan_path(plan)
     found = read_any_plan(path)
     num_ranks = len(found.ranks) if isinstance(found, RankPlans) else 1
-    if rank >= num_ranks:
-        raise InputError(
-            f"there is no rank {rank}: the plan is for "
-            + ("one process" if num_ranks == 1 else f"ranks 0 to {num_ranks - 1}"),
-            where="--rank",
-            fix="leave it out, or write --rank 0",
-        )
-    whole = read_plan_model(path, model)
+    _check_rank(rank, num_ranks)
     if isinstance(found, RankPlans):
-        part = cut_stages(found.pipeline, whole)[rank]
-        program = lower_plan(found.ranks[rank], part, kind.value)
+        own, part = found.ranks[rank], read_rank_set(path, found, model).parts[rank]
     else:
-        program = lower_plan(found, whole, kind.value)
+        own, part = found, read_plan_model(path, model)
+    program = lower_plan(own, part, kind.value)
     text = format_program(program)
     if out is None:
         screen.show_text(text)
@@ -80,4 +73,20 @@ def lower(
             "text": text if out is None else None,
             "file": None if out is None else str(out),
         }
+    )
+
+
+def _check_rank(rank: int, num_ranks: int) -> None:
+    if rank < num_ranks:
+        return
+    if num_ranks == 1:
+        raise InputError(
+            f"there is no rank {rank}: the plan is for one process",
+            where="--rank",
+            fix="leave it out, or write --rank 0",
+        )
+    raise InputError(
+        f"there is no rank {rank}: the plan is for ranks 0 to {num_ranks - 1}",
+        where="--rank",
+        fix=f"name one of them, such as --rank {num_ranks - 1}",
     )

@@ -46,6 +46,7 @@ def make_plan(
     from packhorse.cli.planning import advise, load_libraries, plan_recipe, write_planned
     from packhorse.cli.rank_planning import plan_rank_recipe
     from packhorse.cli.screen import Screen
+    from packhorse.cli.seats import spell_start
     from packhorse.report.explain import explanation_as_dict, plan_table
     from packhorse.report.rank_plans import rank_plans_as_dict, rank_plans_table
     from packhorse.trainer.recipe_files import load_recipe
@@ -79,16 +80,18 @@ def make_plan(
     if joint is None:
         screen.show(plan_table(planned.plan, planned.run))
     else:
-        screen.show(rank_plans_table(joint.plans, planned.run))
+        screen.show(rank_plans_table(joint.plans, planned.run, joint.timelines))
     screen.wrote(*written)
+    hosts = ("here",) if joint is None else joint.cluster.hosts
+    start = spell_start(len(hosts), len(set(hosts)))
     screen.note(
         f"{out.name} was made from the files beside it: `packhorse explain {out}` says why,"
-        f" `packhorse train {recipe} --plan {out}` trains by it"
+        f" `{start} train {recipe} --plan {out}` trains by it"
     )
     if not as_json:
         return
     if joint is not None:
-        explained = rank_plans_as_dict(joint.plans, planned.run)
+        explained = rank_plans_as_dict(joint.plans, planned.run, joint.timelines)
         screen.answer({"files": [str(path) for path in written], **explained})
         return
     advice = advise(planned.plan, planned.traced.model, planned.profile, planned.machine)

@@ -77,7 +77,7 @@ def plan_rank_recipe(
         offered = [
             RankCandidate(
                 model=traced.model,
-                profiles=_profile_ranks(entry.profile, traced.model, cluster),
+                profiles=profile_ranks(entry.profile, traced.model, cluster),
                 loss_chunk_tokens=entry.loss_chunk_tokens,
             )
             for entry, traced in zip(candidates.entries, halved, strict=True)
@@ -157,7 +157,7 @@ def take_rank_plans(
             "the plan has no profile beside it: times are estimated from the machine's rates",
         )
     warn_of_busy_times(screen, profile)
-    profiles = _profile_ranks(profile, traced.model, cluster)
+    profiles = profile_ranks(profile, traced.model, cluster)
     parts = cut_stages(plans.pipeline, traced.model)
     fitted = fit_budgets(plans, parts, profiles, cluster, where=str(path))
     return _join(
@@ -214,8 +214,11 @@ def check_num_ranks(plans: RankPlans, num_ranks: int, path: Path) -> None:
         )
 
 
-def _profile_ranks(profile: Profile, model: Model, cluster: Cluster) -> tuple[Profile, ...]:
-    """Give what bodies take on each rank, from what they take on the first."""
+def profile_ranks(profile: Profile, model: Model, cluster: Cluster) -> tuple[Profile, ...]:
+    """Give what bodies take on each rank, from what they take on the first.
+
+    Ranks that compute like the first one have its times; those of others are scaled.
+    """
     return tuple(_scale(profile, model, cluster.ranks[0], other) for other in cluster.ranks)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from packhorse.plan.spec import OptimizerPlan
     from packhorse.program.buffers import PoolId
     from packhorse.search.dry_run import CutModel, Fleet, RankProgram
-    from packhorse.timeline.spec import Span, Timeline
+    from packhorse.timeline.spec import Timeline
 
 Part = Literal["read", "cut", "lower", "verify", "simulate", "draw"]
 NOTES_HEAD: Final = "idle, peak"
@@ -173,10 +173,12 @@ def dry_run(
     from packhorse.cli.machines import MachineChoice, choose_machine
     from packhorse.cli.rank_link import choose_link
     from packhorse.cli.schedule_reading import need_sizes, take_schedule
+    from packhorse.cli.stage_names import show_stages
     from packhorse.model.files import read_model
     from packhorse.schedule.finding import SEARCHED
     from packhorse.search.dry_run import Fleet, cut_and_search, cut_for, lower_cut
     from packhorse.simulator.joint import simulate_ranks
+    from packhorse.simulator.replicas import show_reductions
     from packhorse.verifier.joint import verify_ranks
 
     with laps.time("read"):
@@ -226,7 +228,7 @@ def dry_run(
             for peaks, timeline in zip(proved, timelines, strict=True)
         ),
         timelines=tuple(
-            _show_stages(timeline, each, cut)
+            show_stages(show_reductions(timeline, each.costs), each.part, cut.pipeline.stages)
             for timeline, each in zip(timelines, ranks, strict=True)
         ),
         since_ns=max(timeline.since_ns for timeline in timelines),
@@ -260,49 +262,6 @@ def _add_peaks(proved: Mapping[PoolId, int], timed: Mapping[PoolId, int]) -> int
     """Add up the pools of the device: what is held task by task, or more as lanes run ahead."""
     pools = {*proved, *timed}
     return sum(max(proved.get(pool, 0), timed.get(pool, 0)) for pool in pools)
-
-
-def _show_stages(timeline: Timeline, rank: RankProgram, cut: CutModel) -> Timeline:
-    """Keep what a rank computes and sums, named by stages where programs have blocks."""
-    from packhorse.model.parts import number_globally
-    from packhorse.program.tasks import (
-        Backward,
-        Forward,
-        InputGrad,
-        Recompute,
-        WeightGrad,
-    )
-    from packhorse.simulator.replicas import show_reductions
-    from packhorse.timeline.names import ALL_REDUCE, words_for
-
-    stage_of = {
-        block: stage for stage, blocks in enumerate(cut.pipeline.stages) for block in blocks
-    }
-    stages = [stage_of[block] for block in number_globally(rank.part)]
-    tasks: Sequence[object] = rank.program.tasks
-    spans = [
-        span
-        for span in show_reductions(timeline, rank.costs).spans
-        if span.lane in ("compute", ALL_REDUCE) and span.end_ns > span.start_ns
-    ]
-    for at, span in enumerate(spans):
-        task = tasks[span.index]
-        if isinstance(task, Forward | Recompute | Backward | InputGrad | WeightGrad):
-            name = f"{words_for(span.kind)} {stages[task.block]}@{task.microbatch}"
-            spans[at] = replace(span, name=name)
-    return replace(timeline, spans=tuple(_join(spans)), memory={})
-
-
-def _join(spans: Sequence[Span]) -> list[Span]:
-    """Make one of neighbours that pictures show alike: blocks of one pass through a stage."""
-    joined: list[Span] = []
-    for span in spans:
-        last = joined[-1] if joined else None
-        if last is not None and (last.name, last.end_ns) == (span.name, span.start_ns):
-            joined[-1] = replace(last, end_ns=span.end_ns)
-        else:
-            joined.append(span)
-    return joined
 
 
 def _answer(name: str, run: DryRun, written: Sequence[Path]) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""Was this command started as one of several ranks?
+"""Was this command started as one of several ranks, and how is one started so?
 
-In: torchrun's environment. Out: the rank's seat, or None where the command runs by itself; and what
-follows from it for what a rank says.
+In: torchrun's environment, or the number of ranks. Out: the rank's seat, or None where the command
+runs by itself; whether it speaks for its host; the words that start a command.
 """
 
 from __future__ import annotations
@@ -38,3 +38,14 @@ def spell_launcher(seat: Seat | None) -> tuple[str, ...]:
     num_hosts = seat.num_ranks // seat.num_local
     hosts = () if num_hosts == 1 else ("--nnodes", str(num_hosts))
     return ("torchrun", *hosts, "--nproc-per-node", str(seat.num_local), "-m")
+
+
+def spell_start(num_ranks: int, num_hosts: int = 1) -> str:
+    """Spell what comes before a command's name: packhorse by itself, or torchrun for ranks.
+
+    Of several hosts torchrun has to be told where they meet, which only the user knows.
+    """
+    if num_ranks == 1:
+        return "packhorse"
+    options = f"--nproc-per-node {num_ranks}" if num_hosts == 1 else "..."
+    return f"torchrun {options} -m packhorse"

@@ -58,12 +58,26 @@ def simulate(
     """Predict the timeline of one step."""
     from packhorse.cli.outputs import write_output
     from packhorse.cli.screen import Screen
+    from packhorse.cli.simulate_ranks import RanksRequest, find_rank_plans, simulate_rank_plans
     from packhorse.report.pictures import draw_timeline
     from packhorse.report.terminal import picture_timeline
     from packhorse.timeline.files import format_timeline
     from packhorse.timeline.perfetto import format_trace
 
     screen = Screen(as_json=as_json)
+    plans = find_rank_plans(path)
+    if plans is not None:
+        request = RanksRequest(
+            path=path,
+            model=model,
+            machine=machine,
+            one_by_one=one_by_one,
+            out=out,
+            trace=trace,
+            svg=svg,
+        )
+        simulate_rank_plans(plans, request, screen)
+        return
     subject = _read_subject(path, model)
     timeline = _simulate(
         subject,
@@ -105,6 +119,7 @@ def _read_subject(path: Path, model_path: Path | None) -> _Subject:
     from packhorse.cli.kinds import detect_kind, read_text
     from packhorse.compiler.lower import lower_plan
     from packhorse.plan.files import read_plan
+    from packhorse.program.tasks import Recv, Send
     from packhorse.program.text import parse_program
 
     kind = detect_kind(path)
@@ -120,6 +135,12 @@ def _read_subject(path: Path, model_path: Path | None) -> _Subject:
             fix="name a plan.json, a run folder, or a program that `packhorse lower` wrote",
         )
     program = parse_program(read_text(path))
+    if any(isinstance(task, Send | Recv) for task in program.tasks):
+        raise InputError(
+            f"this is the program of rank {program.rank} of several: its messages wait for theirs",
+            where=str(path),
+            fix="simulate the plan of all ranks: packhorse simulate plan.json",
+        )
     beside = path.with_name("plan.json")
     return _Subject(
         program=program,

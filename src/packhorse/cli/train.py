@@ -140,7 +140,7 @@ def train_recipe(
         gc.collect()
     summary = run_planned(
         planned,
-        predicted,
+        (predicted,),
         beginning,
         screen,
         go_on=go_on,
@@ -228,7 +228,7 @@ def _predict(planned: Planned, program: Program) -> Timeline:
 
 def run_planned(
     planned: Planned,
-    predicted: Timeline,
+    predicted: Sequence[Timeline],
     beginning: Resume,
     screen: Screen,
     *,
@@ -292,15 +292,8 @@ def _write_companions(planned: Planned, folder: Path) -> None:
     from packhorse.plan.files import PLAN_NAME
     from packhorse.profile.files import format_profile
     from packhorse.report.run_files import format_run
-    from packhorse.timeline.files import format_timeline
-    from packhorse.trainer.rank_folder import rank_file_name
-    from packhorse.trainer.run_folder import PREDICTED_NAME
 
     plan = folder / PLAN_NAME
     write_output(companion_path(plan, "model"), format_model(planned.whole.model))
     write_output(companion_path(plan, "profile"), format_profile(planned.profile))
     write_output(companion_path(plan, "run"), format_run(planned.run))
-    others = () if planned.joint is None else planned.joint.timelines[1:]
-    for rank, timeline in enumerate(others, 1):
-        name = rank_file_name(PREDICTED_NAME, rank)
-        write_output(folder / name, format_timeline(timeline))

@@ -225,13 +225,13 @@ def _lead(
     assert joint is not None
     for note in planned.notes:
         screen.note(note)
-    screen.show(rank_plans_table(joint.plans, planned.run), "")
+    screen.show(rank_plans_table(joint.plans, planned.run, joint.timelines), "")
     program = lower_plan(planned.plan, planned.traced.model, "train_step")
     watch = watch_drift(planned, program, joint.timelines[0])
     del program
     summary = run_planned(
         planned,
-        joint.timelines[0],
+        joint.timelines,
         request.beginning,
         screen,
         go_on=request.go_on,

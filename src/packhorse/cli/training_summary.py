@@ -114,6 +114,8 @@ def _say_peaks(planned: Planned, summary: Summary, baseline_bytes: int | None) -
             line += f", predicted {format_bytes(promised)} ({_error(promised, used)})"
         yield line
     yield _say_process(planned, baseline_bytes)
+    if planned.joint is not None:
+        yield "these are of rank 0: `packhorse compare` shows every rank's"
 
 
 def _say_process(planned: Planned, baseline_bytes: int | None) -> str:

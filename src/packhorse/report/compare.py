@@ -2,8 +2,8 @@
 
 In: two timelines, as a rule a simulated and a measured one of the same program. Out: a
 `Comparison`: step time, busy time per lane and per kind of task, peak per pool, and the tasks that
-differ most. Errors are relative to the measured side. The peaks of both sides are ledgers: what
-the kernel says of the whole process is laid beside them where it is known.
+differ most, messages left out. Errors are relative to the measured side. The peaks of both sides
+are ledgers: what the kernel says of the whole process is laid beside them where it is known.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from packhorse.timeline.names import KINDS, order_lanes
 from packhorse.timeline.spec import Timeline
+
+MESSAGES: Final = ("send", "receive")
+"""Kinds of tasks that end only when another rank comes to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +138,8 @@ def _differing_tasks(predicted: Timeline, measured: Timeline) -> tuple[Differenc
             measured=theirs.duration_ns,
         )
         for ours, theirs in zip(predicted.spans, measured.spans, strict=True)
+        # What a message took has the wait for the other rank in it.
+        if ours.kind not in MESSAGES
     )
     differing = (each for each in pairs if each.excess)
     return tuple(sorted(differing, key=lambda each: -abs(each.excess)))

@@ -6,20 +6,26 @@ renderables that fit 80 columns and read the same without colours, or what `json
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from packhorse.plan.spec import Plan, Prediction
-from packhorse.report.bars import Bar, StackedBar
+from packhorse.report.bars import StackedBar
 from packhorse.report.choices import fold_choices, say_durable
 from packhorse.report.colours import colour_of
 from packhorse.report.run import MeasuredSteps, RunEstimate, run_as_dict
+from packhorse.report.sections import (
+    bullet_lines,
+    choices_table,
+    heading,
+    indent,
+    largest_first,
+    share_bars,
+)
 from packhorse.report.tables import plain_table
 from packhorse.timeline.names import words_for
 from packhorse.units import format_bytes, format_count, format_ns, format_part, format_percent
@@ -34,7 +40,7 @@ _NO_ADVICE: Final = (
 )
 _NO_RELIEF: Final = "Nothing but compute: a faster device, or fewer operations."
 _MOST_SHOWN: Final = 5
-_UNCOUNTED: Final = "Python, torch and other libraries themselves come on top"
+UNCOUNTED: Final = "Python, torch and other libraries themselves come on top"
 # Causes of memory whose names do not say it all.
 _LEGEND: Final[Mapping[str, str]] = {
     "base": "objects of the traced model, data and code loaded later; libraries are not counted",
@@ -68,7 +74,7 @@ def plan_table(
         for at, (tier, causes) in enumerate(prediction.peak_bytes.items()):
             table.add_row("" if at else "fits", _say_peak(plan, tier, causes))
             if tier == "device" and plan.numerics.device == "cpu":
-                table.add_row("", Text(f"({_UNCOUNTED})", style="dim"))
+                table.add_row("", Text(f"({UNCOUNTED})", style="dim"))
         table.add_row("step", _say_step(plan, prediction))
         table.add_row("", Text(f"bound by {words_for(prediction.bottleneck)}", style="dim"))
     table.add_row("resume", _say_kept(plan))
@@ -89,11 +95,12 @@ def explain_plan(
         parts.append(Text(_NO_PREDICTION, style="yellow"))
     else:
         for tier, causes in prediction.peak_bytes.items():
-            parts += _memory_section(plan, tier, causes)
+            parts += memory_section(plan, tier, causes)
+            parts += memory_legend(largest_first(causes))
         parts += _time_section(plan, prediction, advice)
     parts += _choices_section(plan)
     if run is not None:
-        parts += [_heading("Run"), _indent(_lines(say_run(run)))]
+        parts += [heading("Run"), indent(bullet_lines(say_run(run)))]
     return Group(*parts)
 
 
@@ -225,24 +232,32 @@ def say_run(run: RunEstimate) -> list[str]:
     return lines
 
 
-def _memory_section(plan: Plan, tier: str, causes: Mapping[str, int]) -> list[RenderableType]:
+def memory_section(
+    plan: Plan, tier: str, causes: Mapping[str, int], *, head: str = "Memory"
+) -> list[RenderableType]:
+    """Render what the peak of a tier is made of."""
     peak_bytes = sum(causes.values())
     budget_bytes = _budget_of(plan, tier)
-    used = _largest_first(causes)
-    parts = [_heading(f"Memory, {_say_peak(plan, tier, causes)}")]
+    used = largest_first(causes)
+    parts = [heading(f"{head}, {_say_peak(plan, tier, causes)}")]
     # In a budget that is nearly empty there would be nothing to see.
     if peak_bytes >= _WORTH_A_BAR * budget_bytes > 0:
         shares = [(size / budget_bytes, colour_of(cause)) for cause, size in used.items()]
-        parts.append(_indent(StackedBar(parts=shares)))
-    legend = [f"{words_for(cause)}: {_LEGEND[cause]}" for cause in used if cause in _LEGEND]
-    parts.append(_indent(_bars(used, peak_bytes or 1, format_bytes)))
-    return [*parts, *(_indent(Text(line, style="dim")) for line in legend)]
+        parts.append(indent(StackedBar(parts=shares)))
+    return [*parts, indent(share_bars(used, peak_bytes or 1, format_bytes))]
+
+
+def memory_legend(causes: Iterable[str]) -> list[RenderableType]:
+    """Say what causes of memory are whose names do not say it."""
+    named = dict.fromkeys(cause for cause in causes if cause in _LEGEND)
+    lines = [f"{words_for(cause)}: {_LEGEND[cause]}" for cause in named]
+    return [indent(Text(line, style="dim")) for line in lines]
 
 
 def _time_section(
     plan: Plan, prediction: Prediction, advice: Advice | None
 ) -> list[RenderableType]:
-    spent = _largest_first(prediction.time_ns)
+    spent = largest_first(prediction.time_ns)
     step_ns = prediction.step_ns or 1
     notes = [f"Bound by {words_for(prediction.bottleneck)}."]
     if len(prediction.lane_ns) > 1:
@@ -253,10 +268,10 @@ def _time_section(
         notes += [f"Faster: {each}." for each in advice.relief[:_MOST_SHOWN]] or [_NO_RELIEF]
         notes.append(advice.clipping)
     return [
-        _heading(f"Step, {_say_step(plan, prediction)}"),
-        _indent(_bars(spent, step_ns, format_ns)),
+        heading(f"Step, {_say_step(plan, prediction)}"),
+        indent(share_bars(spent, step_ns, format_ns)),
         Text(),
-        _indent(_lines(notes)),
+        indent(bullet_lines(notes)),
     ]
 
 
@@ -265,7 +280,7 @@ def _say_lanes(prediction: Prediction) -> str:
     # waits.
     busy = [
         f"{words_for(lane)} {format_ns(lane_ns)}"
-        for lane, lane_ns in _largest_first(prediction.lane_ns).items()
+        for lane, lane_ns in largest_first(prediction.lane_ns).items()
     ]
     words = f"At work beside each other in a step of {format_ns(prediction.step_ns)}: "
     words += ", ".join(busy)
@@ -276,62 +291,10 @@ def _say_lanes(prediction: Prediction) -> str:
 
 
 def _choices_section(plan: Plan) -> list[RenderableType]:
-    table = plain_table()
-    table.add_column("choice", no_wrap=True)
-    table.add_column("value", style="bold")
-    table.add_column("because", ratio=1)
-    last = ""
-    for group in fold_choices(plan):
-        reason = Text(group.because)
-        if group.where:
-            reason = Text.assemble((f"{group.where}: ", "dim"), group.because)
-        table.add_row("" if group.choice == last else group.choice, group.value, reason)
-        last = group.choice
-    parts: list[RenderableType] = [_heading("Choices"), _indent(table)]
+    parts: list[RenderableType] = [heading("Choices"), indent(choices_table(fold_choices(plan)))]
     if plan.pins:
-        parts.append(_indent(Text(f"Pinned by hand: {', '.join(plan.pins)}")))
+        parts.append(indent(Text(f"Pinned by hand: {', '.join(plan.pins)}")))
     return parts
-
-
-def _bars(sizes: Mapping[str, int], whole: int, render: Callable[[float], str]) -> Table:
-    table = plain_table(heads=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(ratio=1)
-    table.expand = True
-    for name, size in sizes.items():
-        share = size / whole
-        table.add_row(
-            words_for(name),
-            render(size),
-            format_percent(share),
-            Bar(share=share, style=colour_of(name)),
-        )
-    return table
-
-
-def _largest_first(causes: Mapping[str, int]) -> dict[str, int]:
-    return {
-        cause: size for cause, size in sorted(causes.items(), key=lambda item: -item[1]) if size
-    }
-
-
-def _heading(text: str) -> RenderableType:
-    return Padding(Text(text, style="bold"), (1, 0, 0, 0))
-
-
-def _indent(body: RenderableType) -> RenderableType:
-    return Padding(body, (0, 0, 0, 2))
-
-
-def _lines(lines: Iterable[str]) -> RenderableType:
-    table = plain_table(heads=False)
-    table.add_column(width=1)
-    table.add_column(ratio=1)
-    for line in lines:
-        table.add_row("-", Text(line))
-    return table
 
 
 def _budget_of(plan: Plan, tier: str) -> int:

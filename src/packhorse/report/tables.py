@@ -7,14 +7,18 @@ without colours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from packhorse.report.compare import Comparison, Difference
+from packhorse.report.compare import MESSAGES, Comparison, Difference
 from packhorse.timeline.names import words_for
 from packhorse.units import format_bytes, format_ns, format_percent
+
+_WAITS: Final = "Messages: what was measured has the wait for the other rank in it."
+_OTHER_TASKS: Final = "The two timelines are of different tasks, so single tasks are not compared."
 
 
 def comparison_table(comparison: Comparison) -> RenderableType:
@@ -23,17 +27,19 @@ def comparison_table(comparison: Comparison) -> RenderableType:
     table.add_column("", no_wrap=True)
     for heading in ("predicted", "measured", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
-    _add_rows(table, "time", (comparison.step,), format_ns, bold=True)
-    _add_rows(table, "busy time by lane", comparison.lanes, format_ns)
-    _add_rows(table, "busy time by kind of task", comparison.kinds, format_ns)
-    _add_rows(table, "peak by pool", comparison.pools, format_bytes)
+    add_rows(table, "time", (comparison.step,), format_ns, bold=True)
+    add_rows(table, "busy time by lane", comparison.lanes, format_ns)
+    add_rows(table, "busy time by kind of task", comparison.kinds, format_ns)
+    add_rows(table, "peak by pool", comparison.pools, format_bytes)
     if comparison.process is not None:
-        _add_rows(table, "process, libraries left out", (comparison.process,), format_bytes)
-    _add_rows(table, "tasks that differ most", comparison.tasks, format_ns)
-    if comparison.same_tasks:
-        return table
-    note = "The two timelines are of different tasks, so single tasks are not compared."
-    return Group(table, Text(note, style="yellow"))
+        add_rows(table, "process, libraries left out", (comparison.process,), format_bytes)
+    add_rows(table, "tasks that differ most", comparison.tasks, format_ns)
+    notes: list[RenderableType] = []
+    if any(kind.name in MESSAGES for kind in comparison.kinds):
+        notes.append(Text(_WAITS, style="dim"))
+    if not comparison.same_tasks:
+        notes.append(Text(_OTHER_TASKS, style="yellow"))
+    return Group(table, *notes) if notes else table
 
 
 def plain_table(*, heads: bool = True) -> Table:
@@ -52,7 +58,7 @@ def format_error(error: float | None) -> Text:
     return Text(f"{sign}{format_percent(error)}", style=style)
 
 
-def _add_rows(
+def add_rows(
     table: Table,
     title: str,
     differences: Iterable[Difference],
@@ -60,6 +66,7 @@ def _add_rows(
     *,
     bold: bool = False,
 ) -> None:
+    """Add quantities under a title; nothing where there are none."""
     rows = tuple(differences)
     if not rows:
         return

@@ -221,7 +221,19 @@ def _make(name: str, num_stages: int | None, num_ranks: int, num_microbatches: i
     schedule = make_schedule(name, num_ranks, num_microbatches, even, num_stages=num_stages)
     if names_function(name):
         check_schedule(schedule)
+        _check_sizes(name, schedule, num_ranks, num_microbatches)
     return schedule
+
+
+def _check_sizes(name: str, schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
+    found = schedule.num_ranks, schedule.num_microbatches
+    if found != (num_ranks, num_microbatches):
+        raise InputError(
+            f"the schedule is of {found[0]} ranks and {found[1]} microbatches, not of {num_ranks}"
+            f" and {num_microbatches}",
+            where=name,
+            fix="make it for the ranks and microbatches that the function is called with",
+        )
 
 
 def _time(cutter: Cutter, name: str, schedule: Schedule, cuts: StageCuts) -> _Timed:

@@ -29,6 +29,18 @@ _KEYS: Final = (
 _ADVICE: Final = "write it again with `packhorse simulate` or `packhorse train`"
 
 
+def name_for_rank(name: str, rank: int) -> str:
+    """Name a rank's own file: `timeline.json` is the first rank's, `timeline-rank-1.json` the next.
+
+    Args:
+        name: of the first rank's file, with its ending.
+    """
+    if not rank:
+        return name
+    stem, dot, ending = name.rpartition(".")
+    return f"{stem}-rank-{rank}.{ending}" if dot and stem else f"{name}-rank-{rank}"
+
+
 def format_timeline(timeline: Timeline) -> str:
     """Render a timeline as the text of a timeline.json, ending in a newline."""
     head = {

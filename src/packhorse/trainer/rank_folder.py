@@ -1,10 +1,10 @@
-"""What a rank beside the first one writes into the run folder: its own log and timelines.
+"""What a rank beside the first one writes into the run folder: its log and its measured timeline.
 
     logs/rank-N.log
     timeline-measured-rank-N.json
 
-Metrics, plan, predicted timelines, checkpoints and the model are the first rank's, which writes
-them for all.
+All else is the first rank's, which writes it for all: metrics, plan, what the plan promises of each
+rank (timeline-predicted-rank-N.json), checkpoints and the model.
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ from typing import Self, TextIO
 
 from packhorse.storage.durable import write_durably
 from packhorse.storage.space import explain_failure
+from packhorse.timeline.files import name_for_rank
 from packhorse.trainer.run_folder import MEASURED_NAME, stamp_line
-
-
-def rank_file_name(name: str, rank: int) -> str:
-    """Name a rank's own file beside that of the first rank."""
-    return name if rank == 0 else name.replace(".json", f"-rank-{rank}.json")
 
 
 def append_log(run: Path, rank: int, text: str) -> None:
@@ -69,7 +65,7 @@ class RankFolder:
             StorageError: the disk is full or unwritable.
         """
         if name == MEASURED_NAME:
-            write_durably(self.path / rank_file_name(name, self._rank), text)
+            write_durably(self.path / name_for_rank(name, self._rank), text)
 
     def write_metrics(self, metrics: Mapping[str, float | int | None]) -> None:
         """Leave metrics to the first rank."""

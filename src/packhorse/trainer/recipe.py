@@ -200,7 +200,12 @@ class Recipe(_Section):
     """How much of each tier may be used; absent: what is free less a margin."""
 
     plan: dict[str, JsonValue] = {}
-    """Choices that are fixed, by their names in plan.json, such as `{recompute: all}`."""
+    """Choices that are fixed, by their names in plan.json, such as `{recompute: all}`; the rest is
+    searched. Keys: recompute, activations, offload, parameters, gradients, optimizer, update,
+    stride, heap, chunk_bytes, order, boundaries, durable, cache, prefetch; of several ranks
+    schedule, a name such as 1f1b or a function of one's own as my_schedule.py:vee; what changes
+    roundings: microbatch_rows, loss_chunk_tokens, tied_sum, attention, compute_dtype, num_threads,
+    num_workers."""
 
     @field_validator("train_data", "eval_data", "freeze", mode="before")
     @classmethod

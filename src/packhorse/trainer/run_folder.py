@@ -1,7 +1,7 @@
 """The run folder: what lies in it, and whether a run may begin there.
 
     recipe.yaml  machine.json  plan.json                resolved, at every start
-    timeline-predicted.json  timeline-measured.json
+    timeline-predicted.json  timeline-measured.json     of ranks beside the first: ...-rank-N.json
     metrics.jsonl  logs/rank-0.log                      grow with the run
     checkpoint-N/                                       as `checkpoint` writes them
     config.json, model.safetensors, tokenizer ...       the model, at the end

@@ -11,6 +11,7 @@ others a log in it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from hashlib import sha256
 
@@ -26,7 +27,7 @@ from packhorse.plan.spec import Plan
 from packhorse.runtime.emulation import Pace
 from packhorse.runtime.memory.heap import trim_heap
 from packhorse.runtime.scratch import find_scratch
-from packhorse.timeline.files import format_timeline
+from packhorse.timeline.files import format_timeline, name_for_rank
 from packhorse.timeline.spec import Timeline
 from packhorse.trainer.crew import ALONE, Crew
 from packhorse.trainer.frozen_values import SavedWeights, ValueSource
@@ -62,7 +63,7 @@ def train(
     plan: Plan | RankPlans,
     machine: Machine | Cluster,
     traced: Traced | None = None,
-    predicted: Timeline | None = None,
+    predicted: Sequence[Timeline] = (),
     resume: Resume = StartFresh(),  # noqa: B008 a frozen value
     observer: Observer | None = None,
     watch: Watch | None = None,
@@ -80,7 +81,8 @@ def train(
         machine: its disk tier names the scratch folders, and how their bytes move; or those of all
             ranks.
         traced: the whole model as the plan says; traced here when absent.
-        predicted: what the plan promises of a step, for the run folder.
+        predicted: what the plan promises of a step, by rank, for the run folder; the first rank
+            writes them for all.
         resume: where to begin.
         observer: who watches.
         watch: asked after each step what there is to say of its timeline; that is noted.
@@ -168,8 +170,9 @@ def train(
         folder.write_file(RECIPE_NAME, format_recipe(recipe))
         folder.write_file(MACHINE_NAME, _write_machine(machine))
         folder.write_file(PLAN_NAME, _write_plan(plan))
-        if predicted is not None:
-            folder.write_file(PREDICTED_NAME, format_timeline(predicted))
+        for each in predicted:
+            name = name_for_rank(PREDICTED_NAME, each.rank)
+            folder.write_file(name, format_timeline(each))
         run = TrainingLoop(
             prepared=prepared,
             session=session,

@@ -1,0 +1,43 @@
+"""What a run folder says of its steps beside their timelines: names, and the process's memory.
+
+In: a run folder. Out: names of files, and a `Difference`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from packhorse.report.compare import Difference
+
+PREDICTED: Final = "timeline-predicted.json"
+MEASURED: Final = "timeline-measured.json"
+
+
+def find_process(folder: Path) -> Difference | None:
+    """Lay what the plan of a run promises of the process beside what the run's metrics say of it.
+
+    Of several ranks it is the first one's.
+
+    None where there is no plan with a prediction, or a run without that metric.
+    """
+    from packhorse.cli.rank_reading import read_any_plan
+    from packhorse.plan.files import PLAN_NAME
+    from packhorse.plan.ranks import RankPlans
+    from packhorse.report.compare import Difference
+    from packhorse.trainer.run_folder import METRICS_NAME, read_metrics
+    from packhorse.units import GIB
+
+    if not (folder / PLAN_NAME).is_file():
+        return None
+    plan = read_any_plan(folder / PLAN_NAME)
+    plan = plan.ranks[0] if isinstance(plan, RankPlans) else plan
+    sizes = [line.get("process_gib") for line in read_metrics(folder / METRICS_NAME)]
+    largest = max((size for size in sizes if size is not None), default=None)
+    if plan.prediction is None or largest is None:
+        return None
+    # Beside a GPU the process lives in the host's memory.
+    causes = plan.prediction.peak_bytes.get("device" if plan.numerics.device == "cpu" else "host")
+    predicted = 0 if causes is None else sum(causes.values())
+    return Difference(name="peak", predicted=predicted, measured=round(largest * GIB))
