@@ -168,6 +168,7 @@ def _lead(
 
 
 def _follow(request: TrainRequest, crew: Crew, cluster: Cluster, baseline_bytes: int) -> None:
+    from packhorse.cli.earlier_plans import pin_numerics
     from packhorse.cli.rank_planning import trace_for_ranks
     from packhorse.plan.rank_files import parse_rank_plans
     from packhorse.trainer.preparation import prepare_run
@@ -175,7 +176,9 @@ def _follow(request: TrainRequest, crew: Crew, cluster: Cluster, baseline_bytes:
 
     # The first rank has prepared the data by then: it is read, not made again.
     plans = parse_rank_plans(crew.lead(str), where="rank 0")
-    prepared = prepare_run(request.loaded.recipe, cluster.ranks[crew.rank])
+    # What the recipe leaves open is decided once: this rank's machine may differ from the first's.
+    recipe, _ = pin_numerics(request.loaded.recipe, plans)
+    prepared = prepare_run(recipe, cluster.ranks[crew.rank])
     train(
         prepared,
         plan=plans,
