@@ -154,14 +154,14 @@ class Running:
         self._since_ns = since_ns
         return max(self._spans[2::3], default=since_ns)
 
-    def timeline(self, rank: int = 0) -> Timeline:
+    def timeline(self) -> Timeline:
         """What it did when; it is over."""
         assert self._since_ns is not None
         zero_ns = min(self._spans[1::3], default=0)
         names, lanes = self.prepared.names, self.prepared.lanes
         return Timeline(
             source="measured",
-            rank=rank,
+            rank=self.prepared.program.rank,
             spans=tuple(
                 Span(
                     index=index,

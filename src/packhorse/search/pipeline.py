@@ -135,9 +135,15 @@ def find_pipeline(
         found = sorted((*(found if named else ()), *searched), key=_order)
     best, *others = found
     check_schedule(best.schedule)
-    rejected += [
-        Rejected(name=each.name, num_stages=each.schedule.num_stages, because=_compare(each, best))
-        for each in others
+    # The nearest first, and last what cannot be.
+    rejected = [
+        *(
+            Rejected(
+                name=each.name, num_stages=each.schedule.num_stages, because=_compare(each, best)
+            )
+            for each in others
+        ),
+        *rejected,
     ]
     return Pipeline(
         schedule_name=Choice(value=best.name, because=_word_schedule(best, others, len(rejected))),
