@@ -109,7 +109,7 @@ def test_a_rank_that_is_silent_is_named_by_the_others() -> None:
 def test_who_is_named_by_a_failed_message_is_lost_when_nobody_knows_better() -> None:
     with look_out([attend(0), attend(1)]) as (_, (first, _)):
         word = first.await_word(1, WAIT_S, "nobody knows")
-    assert word == Word(rank=1, what="its connections are closed, without a word", by=0)
+    assert word == Word(rank=1, what="it exchanges no more messages, and left no word", by=0)
 
 
 def test_what_is_said_first_stands_and_ends_the_others_by_force() -> None:

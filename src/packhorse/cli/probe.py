@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from packhorse.cli.options import AsJson, BudgetText, MemoryText
-from packhorse.errors import PackhorseError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -104,10 +103,9 @@ class _Request:
 def _probe_ranks(request: _Request, out: Path, screen: Screen) -> None:
     from packhorse.cli.outputs import check_output
     from packhorse.cli.probe_ranks import RanksProbe, probe_ranks, write_cluster_file
+    from packhorse.cli.seated import meet_ranks
     from packhorse.machine.probe import probe_machine
     from packhorse.machine.probe_links import DEFAULT_LIMIT_NS
-    from packhorse.runtime.transport.meeting import join_meeting
-    from packhorse.trainer.stop_signals import stop_at_once
 
     def measure(threads: int, tell: Tell | None) -> Machine:
         machine = probe_machine(
@@ -124,19 +122,13 @@ def _probe_ranks(request: _Request, out: Path, screen: Screen) -> None:
     if request.limits is not None:
         wait += timedelta(seconds=request.limits.duration_ns / 1e9)
     ranks = RanksProbe(measure=measure, measure_wait=wait, pair_limit_ns=DEFAULT_LIMIT_NS)
-    with stop_at_once():
-        meeting = join_meeting()
-        try:
-            if meeting.rank == 0:
-                check_output(out)
-            cluster = probe_ranks(meeting, ranks, screen)
-            if meeting.rank == 0:
-                write_cluster_file(cluster, out, screen)
-        except PackhorseError as error:
-            meeting.abort(error.what)
-            raise
-        finally:
-            meeting.close()
+    with meet_ranks(as_json=screen.as_json) as (meeting, ends):
+        if meeting.rank == 0:
+            check_output(out)
+        ends.whereabouts.tell("measuring the ranks")
+        cluster = probe_ranks(meeting, ranks, screen)
+        if meeting.rank == 0:
+            write_cluster_file(cluster, out, screen)
 
 
 def _probe_alone(request: _Request, out: Path, screen: Screen) -> None:

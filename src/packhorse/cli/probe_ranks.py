@@ -132,6 +132,7 @@ def naming_peer(meeting: Meeting, peer: int) -> Generator[None]:
             f" {meeting.attendees[peer]}: {error.what}",
             where=error.where,
             fix="look at what that rank said last, and at the network between the two hosts",
+            peer=peer,
         ) from error
 
 

@@ -7,19 +7,15 @@ rank. Every rank prepares and proves the same; the first one plans for all, and 
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import typer
-
-from packhorse.cli.failures import report_error
 from packhorse.cli.machines import MachineChoice
+from packhorse.cli.seated import meet_ranks
 from packhorse.errors import DoesNotFitError, InputError
 
 if TYPE_CHECKING:
@@ -81,27 +77,12 @@ def train_seated(read: Callable[[], TrainRequest], screen: Screen) -> None:
         read: reads the recipe and what else was typed.
 
     Raises:
-        what `train_on_ranks` raises, on the rank that speaks of it for all.
-        typer.Exit: on all others.
+        as `train_on_ranks` and `meet_ranks`.
     """
-    from packhorse.runtime.transport.meeting import open_meeting
-    from packhorse.trainer.rank_ends import RankEnds, SilentEndError
-    from packhorse.trainer.stop_signals import ignore_signals, stop_at_once
-
-    meeting = open_meeting(os.environ)
-    report = partial(report_error, as_json=screen.as_json)
-    # Where one rank ends, the launcher ends all others with a signal: those still have to say why.
-    ignore_signals()
-    try:
-        with RankEnds(meeting, report=report) as ends, stop_at_once():
-            meeting.connect(os.environ)
-            ends.look_out()
-            request = read()
-            ends.note_run(request.loaded.recipe.run_folder, request.go_on)
-            train_on_ranks(request, meeting, ends, screen)
-            ends.finish()
-    except SilentEndError as error:
-        raise typer.Exit(error.exit_code) from error
+    with meet_ranks(as_json=screen.as_json) as (meeting, ends):
+        request = read()
+        ends.note_run(request.loaded.recipe.run_folder, request.go_on)
+        train_on_ranks(request, meeting, ends, screen)
 
 
 def train_on_ranks(request: TrainRequest, meeting: Meeting, ends: RankEnds, screen: Screen) -> None:

@@ -129,7 +129,7 @@ class Lookout:
             passed_s = time.monotonic() - began_s
             word = None
             if passed_s > _FIRST_S and peer is not None and peer not in self._left:
-                word = self._lost(peer, "its connections are closed, without a word")
+                word = self._lost(peer, "it exchanges no more messages, and left no word")
             elif passed_s > _FIRST_S and (rank := self._find_silent(_SUSPECT_LOOKS)) is not None:
                 word = self._lost(rank, "gone without a word")
             elif passed_s > limit_s:
@@ -197,7 +197,7 @@ class Lookout:
                 self._num_failures += 1
                 if self._num_failures == _STORE_LOOKS:
                     # Nobody can be told: the first rank speaks.
-                    what = "the store that all ranks met at is gone, and with it its keeper"
+                    what = "the store that all ranks met at is gone, and with it the launcher"
                     self._take(Word(rank=None, what=what, by=0))
             self._end_late()
             self._rest()
@@ -210,6 +210,8 @@ class Lookout:
     def _look(self) -> None:
         if self._word is None and (word := find_word(self._store)) is not None:
             self._take(word)
+        if not self._others:
+            return
         said = self._store.multi_get([_key("here", rank) for rank in self._others])
         for rank, text in zip(self._others, said, strict=True):
             self._silence[rank] = self._silence[rank] + 1 if text == self._said.get(rank) else 0

@@ -269,25 +269,6 @@ class Meeting:
         )
 
 
-def join_meeting(
-    environment: Mapping[str, str] | None = None, *, wait: timedelta = WAIT
-) -> Meeting:
-    """Meet all other ranks and make gloo's default process group.
-
-    Args:
-        environment: torchrun's; None takes this process's.
-        wait: how long the others may take to come, and later to say what everybody says.
-
-    Raises:
-        InputError: the environment is not torchrun's.
-        PeerLostError: names who did not come or cannot be reached.
-    """
-    env = os.environ if environment is None else environment
-    meeting = open_meeting(env, wait=wait)
-    meeting.connect(env)
-    return meeting
-
-
 def open_meeting(environment: Mapping[str, str], *, wait: timedelta = WAIT) -> Meeting:
     """Find the store where all ranks meet; nobody is met yet.
 
