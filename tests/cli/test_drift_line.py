@@ -6,19 +6,26 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from models import make_model
 
 from packhorse.cli.drift import machine_as_measured, watch_drift
 from packhorse.compiler.lower import lower_plan
+from packhorse.compiler.ranks import cut_stages
 from packhorse.errors import DoesNotFitError
+from packhorse.machine.cluster import Cluster, give_links, link_all
 from packhorse.machine.files import read_machine
+from packhorse.machine.spec import PeerLink
 from packhorse.model.files import read_model
 from packhorse.plan.files import read_plan
 from packhorse.plan.pins import Pins
+from packhorse.profile.analytic import estimate_profile
 from packhorse.profile.files import read_profile
 from packhorse.search import search
+from packhorse.search.rank_plans import RankCandidate, find_rank_plans, predict_ranks
 from packhorse.simulator.costs import TaskCosts
 from packhorse.simulator.engine import simulate_run
 from packhorse.timeline.drift import NUM_STEPS, LaneDrift
+from tests.search.toy_search import ADAMW, ARITHMETIC, make_machine
 
 
 class Site:
@@ -49,6 +56,7 @@ class Site:
             profile=self.profile,
             traced=SimpleNamespace(model=self.model),
             prepared=SimpleNamespace(recipe=SimpleNamespace(pins=Pins(**pins))),
+            joint=None,
         )
         return watch_drift(planned, self.program, self.predicted)
 
@@ -102,6 +110,39 @@ def test_where_nothing_else_fits_the_line_still_comes(plan_folder, monkeypatch):
     site = Site(plan_folder)
     (line,) = said(site.watch(), site.slow_disk(0.1))
     assert "and no other fits" in line
+
+
+def test_of_several_ranks_a_step_of_all_is_told():
+    model = make_model(num_layers=4, hidden=512, length=256)
+    links = link_all(2, PeerLink(peer=0, bytes_per_s=1e9, latency_ns=10_000))
+    machines = give_links([make_machine()] * 2, links)
+    cluster = Cluster(name="two", ranks=machines, hosts=("here", "here"))
+    profiles = (estimate_profile(model, machines[0]),) * 2
+    plans = find_rank_plans(
+        [RankCandidate(model=model, profiles=profiles, loss_chunk_tokens=None)],
+        cluster,
+        optimizer=ADAMW,
+        arithmetic=ARITHMETIC,
+        global_batch_rows=4,
+        pins=Pins(schedule="1f1b"),
+    )
+    parts = cut_stages(plans.pipeline, model)
+
+    def simulate(first):
+        return predict_ranks(plans.ranks, parts, profiles, (first, machines[1]))[0]
+
+    planned = SimpleNamespace(
+        plan=plans.ranks[0],
+        machine=machines[0],
+        joint=SimpleNamespace(
+            plans=plans, cluster=cluster, profiles=profiles, whole=SimpleNamespace(model=model)
+        ),
+    )
+    program = lower_plan(plans.ranks[0], parts[0], "train_step")
+    slow = simulate(replace(machines[0], compute_scale=3.0))
+    (line,) = said(watch_drift(planned, program, simulate(machines[0])), slow)
+    assert "over 20 steps not as planned: compute: planned " in line
+    assert "with the first rank as it is, a step of all ranks takes " in line
 
 
 def test_rates_as_measured(plan_folder):

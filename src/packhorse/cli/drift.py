@@ -15,7 +15,7 @@ from packhorse.errors import PackhorseError
 from packhorse.units import format_ns
 
 if TYPE_CHECKING:
-    from packhorse.cli.planning import Planned
+    from packhorse.cli.planning import Joint, Planned
     from packhorse.machine.spec import Machine
     from packhorse.plan.spec import Plan
     from packhorse.program.program import Program
@@ -63,6 +63,10 @@ def machine_as_measured(machine: Machine, drifts: Sequence[LaneDrift]) -> Machin
 
 def _say_replanning(planned: Planned, drifts: Sequence[LaneDrift]) -> str:
     machine = machine_as_measured(planned.machine, drifts)
+    if planned.joint is not None:
+        # Other plans would move blocks from rank to rank, which only a new start can do.
+        now_ns = _predict_ranks(planned.joint, machine)
+        return f"with the first rank as it is, a step of all ranks takes {format_ns(now_ns)}"
     now_ns = _simulate_step(planned, planned.plan, machine)
     try:
         new = _replan(planned, machine)
@@ -76,6 +80,17 @@ def _say_replanning(planned: Planned, drifts: Sequence[LaneDrift]) -> str:
         f"this plan now takes {format_ns(now_ns)} a step, a new one would take {format_ns(new_ns)}"
         " (stop, `packhorse compare RUN --machine-out FILE`, then train on with --machine FILE)"
     )
+
+
+def _predict_ranks(joint: Joint, first: Machine) -> int:
+    """How long a step of all ranks takes with another machine for the first one."""
+    from packhorse.compiler.ranks import cut_stages
+    from packhorse.search.rank_plans import predict_ranks
+
+    parts = cut_stages(joint.plans.pipeline, joint.whole.model)
+    machines = (first, *joint.cluster.ranks[1:])
+    timelines = predict_ranks(joint.plans.ranks, parts, joint.profiles, machines)
+    return max(timeline.step_ns for timeline in timelines)
 
 
 def _simulate_step(planned: Planned, plan: Plan, machine: Machine) -> int:
