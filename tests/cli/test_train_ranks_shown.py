@@ -108,5 +108,5 @@ def test_plans_of_ranks_are_refused_by_one_process(folder: Path, tmp_path: Path)
     recipe = write_recipe(tmp_path, "other")
     done = run_shell("train", recipe, "--plan", plan, "--machine", tmp_path / "machine.json")
     assert done.code == 2
-    assert "the plan is for 2 ranks, and this is one process" in done.err
+    assert "is for 2 ranks, and one process was started" in done.err
     assert "torchrun --nproc-per-node 2 -m packhorse train RECIPE" in done.err

@@ -281,7 +281,9 @@ def test_a_plan_by_hand_is_predicted_too():
     assert prediction.step_ns > plan.prediction.step_ns
     slots = prediction.peak_bytes["disk"]["slots"]
     assert prediction.scratch_bytes - slots == prediction.disk_read_bytes > 0
-    everything = search(candidates, pins={"parameters": "disk", "optimizer": "disk"})
+    everything = search(
+        make_candidates(length=16), pins={"parameters": "disk", "optimizer": "disk"}
+    )
     assert everything.prediction.bottleneck.startswith("disk: ")
 
 

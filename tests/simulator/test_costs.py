@@ -195,7 +195,7 @@ def test_halves_share_the_time_of_the_whole_backward():
         (ADAMW, 10_000),
         (replace(ADAMW, reads=(*ADAMW.reads, "norm")), 12_858),
         (SGD, 4286),
-        (SegmentNorm(chunk=ChunkId(0), reads=("grad/0",), writes=(), workspace_bytes=0), 1600),
+        (SegmentNorm(chunk=ChunkId(0), reads=("grad/0",), writes=(), workspace_bytes=0), 2400),
         (GradNorm(reads=("norm/0",), writes=("norm",)), 8),
         (Feed(microbatch=0, writes=("value/input_ids@0",)), 64),
         (Emit(buffer="norm"), 0),

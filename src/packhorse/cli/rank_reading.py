@@ -6,11 +6,12 @@ simulator tells them, without torch.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packhorse.errors import InputError, MismatchError
+from packhorse.errors import FileFormatError, InputError, MismatchError
 from packhorse.plan.ranks import RankPlans
 
 if TYPE_CHECKING:
@@ -40,9 +41,11 @@ def read_any_plan(path: Path) -> Plan | RankPlans:
     from packhorse.plan.files import read_plan
     from packhorse.plan.rank_files import read_rank_plans
 
-    if path.is_file() and detect_kind(path) == "rank plans":
-        return read_rank_plans(path)
-    return read_plan(path)
+    kind = None
+    with suppress(FileFormatError):
+        # Of what is neither, whoever reads plans of one rank has the better words.
+        kind = detect_kind(path) if path.is_file() else None
+    return read_rank_plans(path) if kind == "rank plans" else read_plan(path)
 
 
 def read_rank_set(path: Path, plans: RankPlans, model: Path | None) -> RankSet:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from packhorse.cli.machines import MachineChoice
 from packhorse.cli.seated import meet_ranks
+from packhorse.cli.seats import spell_start
 from packhorse.errors import DoesNotFitError, InputError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _refuse_alone(name: str, num_ranks: int, where: str) -> NoReturn:
     raise InputError(
         f"{name} is for {num_ranks} ranks, and one process was started",
         where=where,
-        fix=f"start them: torchrun --nproc-per-node {num_ranks} -m packhorse train ...",
+        fix=f"start them: {spell_start(num_ranks)} train RECIPE {where} {name}",
     )
 
 
