@@ -6,7 +6,6 @@ Under torchrun: how fast are those of all ranks, and the links between them?
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -64,8 +63,8 @@ def probe(
 ) -> None:
     """Measure this machine; under torchrun all ranks and links."""
     from packhorse.cli.screen import Screen
+    from packhorse.cli.seats import find_seat
     from packhorse.machine.budget import parse_budget
-    from packhorse.runtime.transport.seats import is_seated
 
     granted = parse_budget(budget)
     limits = _read_limits(write_limit, time_limit) if sustained else None
@@ -74,7 +73,7 @@ def probe(
         budget=granted, memory=memory, fresh=fresh, limits=limits, file_bytes=file_bytes
     )
     screen = Screen(as_json=as_json)
-    if is_seated(os.environ):
+    if find_seat() is not None:
         _probe_ranks(request, out or _DEFAULT_RANKS_OUT, screen)
     else:
         _probe_alone(request, out or _DEFAULT_OUT, screen)

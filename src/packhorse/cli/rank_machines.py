@@ -90,14 +90,16 @@ def _spread_scratch(cluster: Cluster) -> Cluster:
 
 
 def _move_scratch(machine: Machine, rank: int) -> Machine:
-    name = f"rank-{rank}"
+    def own(path: str) -> str:
+        # The machine file of a run has them already.
+        name = f"rank-{rank}"
+        return path if Path(path).name == name else str(Path(path) / name)
+
     tiers = tuple(
         replace(
             tier,
-            path=None if tier.path is None else str(Path(tier.path) / name),
-            drives=tuple(
-                replace(drive, path=str(Path(drive.path) / name)) for drive in tier.drives
-            ),
+            path=None if tier.path is None else own(tier.path),
+            drives=tuple(replace(drive, path=own(drive.path)) for drive in tier.drives),
         )
         if tier.name == "disk"
         else tier

@@ -43,6 +43,8 @@ def meet_ranks(*, as_json: bool) -> Generator[tuple[Meeting, RankEnds]]:
             meeting.connect(os.environ)
             ends.look_out()
             yield meeting, ends
+            # What was asked for is done: nothing is left to stop.
+            ignore_signals()
             ends.finish()
     except SilentEndError as error:
         raise typer.Exit(error.exit_code) from error

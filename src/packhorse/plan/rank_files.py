@@ -93,10 +93,17 @@ def parse_rank_plans(text: str, *, where: str = "plan") -> RankPlans:
             fix="give every rank its plan and its order",
         )
     _check_alike(ranks, fields)
+    compute_ns = fields.counts("compute_ns")
+    if len(compute_ns) not in (0, len(ranks)):
+        raise FileFormatError(
+            f"there are plans of {len(ranks)} ranks, and compute_ns has {len(compute_ns)}",
+            where=fields.place("compute_ns"),
+            fix="give one for each rank, or none",
+        )
     plans = RankPlans(
         ranks=ranks,
         step_ns=fields.count("step_ns") if fields.has_value("step_ns") else None,
-        compute_ns=fields.counts("compute_ns"),
+        compute_ns=compute_ns,
         rejected=tuple(_read_rejected(each) for each in fields.sections("rejected")),
     )
     fields.finish()

@@ -19,7 +19,13 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from packhorse.errors import InputError, MismatchError, PeerLostError, StoppedError
+from packhorse.errors import (
+    InputError,
+    MismatchError,
+    PackhorseError,
+    PeerLostError,
+    StoppedError,
+)
 from packhorse.graph.trace import Traced
 from packhorse.model.spec import ParameterName
 from packhorse.optim.optimizers import Optimizer
@@ -325,11 +331,13 @@ class Engine:
         does not come back keeps its memory and the file: it may still write.
         """
         self._failed = self._failed or "it was closed"
-        self._heap.close()
         try:
             self._executor.quiesce()
         except LanesStuckError:
             return
+        finally:
+            # No lane takes room any more; one that is stuck never will.
+            self._heap.close()
         self._disk.close()
         for memory in self._tiers.values():
             memory.close()
@@ -431,7 +439,8 @@ class Engine:
         # Other ranks wait for what does not come any more. What is lost was not lost here, and a
         # stop is agreed on.
         if not isinstance(error, PeerLostError | StoppedError):
-            self._messages.abort(_first_line(error))
+            kind = error if isinstance(error, PackhorseError) else PackhorseError
+            self._messages.abort(_first_line(error), kind.exit_code)
 
     def _complete(self, run: Running) -> Timeline:
         if not run.is_over:

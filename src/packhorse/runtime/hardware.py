@@ -7,23 +7,28 @@ what is not states of chunks comes from torch's allocator, which gets a limit.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from packhorse.program.buffers import Layout, Pool, TierName
 from packhorse.program.lanes import has_transfers
 from packhorse.program.program import Program
-from packhorse.runtime.lanes import InlineLanes, Lanes, ThreadLanes
+from packhorse.program.tasks import Recv, Send
+from packhorse.runtime.lanes import STUCK_AFTER_S, InlineLanes, Lanes, ThreadLanes
 from packhorse.runtime.memory.backing import HostBacking
 from packhorse.runtime.memory.chunks import ChunkMemory
 from packhorse.runtime.memory.cuda import CudaBacking
 from packhorse.runtime.openmp import release_team
 from packhorse.runtime.streams import CudaStream, StreamLanes
 from packhorse.storage.scratch_space import Scratch
+
+STUCK_APART_S: Final = 7200.0
+"""Of a rank among others: a message may be as late as the step of the slowest rank is long."""
 
 
 def make_tiers(
@@ -56,12 +61,18 @@ def find_own_pools(pools: Iterable[Pool], device: torch.device) -> list[Pool]:
     return [pool for pool in pools if pool.tier in tiers]
 
 
-def make_lanes(programs: Iterable[Program], device: torch.device, num_threads: int) -> Lanes:
+def make_lanes(programs: Collection[Program], device: torch.device, num_threads: int) -> Lanes:
     """Make lanes of their own where something is moved, else the caller's thread for all."""
     lanes: Lanes = InlineLanes()
     if any(has_transfers(program.tasks) for program in programs):
         release_team()  # from now on the compute lane's thread computes
-        lanes = ThreadLanes(prepare=partial(_prepare_thread, device, num_threads))
+        prepare = partial(_prepare_thread, device, num_threads)
+        # Who waits for a message waits for all that its sender does first; of a sender that is gone
+        # others tell.
+        talks = any(isinstance(task, Send | Recv) for each in programs for task in each.tasks)
+        lanes = ThreadLanes(
+            prepare=prepare, stuck_after_s=STUCK_APART_S if talks else STUCK_AFTER_S
+        )
     if device.type == "cuda":
         return StreamLanes(lanes, partial(CudaStream, _index_of(device)))
     return lanes

@@ -79,10 +79,10 @@ class Messages:
         self._transport.receive(made, task.peer)
         return made
 
-    def abort(self, reason: str) -> None:
-        """Tell all other ranks that this one has failed."""
+    def abort(self, reason: str, exit_code: int) -> None:
+        """Tell all other ranks that this one has failed, and how they are to end."""
         if self._transport is not None:
-            self._transport.abort(reason)
+            self._transport.abort(reason, exit_code)
 
 
 def find_shapes(model: Model, layout: Layout, programs: Iterable[Program]) -> dict[BufferId, Shape]:

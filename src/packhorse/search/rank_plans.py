@@ -4,9 +4,9 @@ In: candidates (the whole model at each micro-batch, timed on every rank), the m
 ranks, the optimizer, pins. Out: `RankPlans`: one pipeline, and a `Plan` for each rank.
 
     for every candidate: its fastest pipeline (schedule and cuts)
-    quickest first: find each rank's plan for its own part, under its own budgets
-        one does not fit after all: cut again as if that rank had less
-    the first whose ranks all fit: prove all programs together, time them together
+    of the quickest: find each rank's plan for its own part, under its own budgets
+        one does not fit after all: all of this again, as if that rank had less
+    once all ranks fit: prove all programs together, time them together
 
 A pipeline is chosen with estimates of what ranks hold; what is promised comes from the lowered
 programs of all ranks.

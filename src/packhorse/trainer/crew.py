@@ -19,7 +19,7 @@ from torch import Tensor
 from packhorse.errors import PackhorseError, PeerLostError
 from packhorse.runtime.transport.processes import Channel, ProcessTransport, explain_loss
 from packhorse.runtime.transport.spec import Transport
-from packhorse.runtime.transport.store import Store
+from packhorse.runtime.transport.store import Store, Word, leave_word
 from packhorse.trainer.whereabouts import Whereabouts
 
 LONG_WAIT: Final = timedelta(hours=24)
@@ -210,6 +210,9 @@ class MetCrew:
         try:
             text = work()
         except PackhorseError as error:
+            # Before the others hear of it: they would otherwise say that this rank is lost.
+            word = Word(rank=0, what=error.what, by=0, exit_code=error.exit_code)
+            leave_word(self._meeting.store, word)
             self._meeting.broadcast(json.dumps({"error": error.what}), wait=LONG_WAIT)
             raise
         # Others may come late: they load and trace by themselves what this rank has done before.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
@@ -20,6 +21,7 @@ from packhorse.trainer.crew import Crew
 from packhorse.trainer.session import Session
 
 States = frozenset[tuple[str, str]]
+_TURN: Final = "your turn"
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -35,11 +37,14 @@ def gather_states(
     """
     own = frozenset(pair for pair in states if _giver_of(session.model, pair[0]) == crew.rank)
     if crew.rank:
+        # Not on a lane, which may not stand still for as long as the first rank saves its own.
+        crew.receive_text(0)
         session.hand_out(own, lambda piece: _send(piece, crew))
         crew.send_text("", 0)
         return
     session.hand_out(own, take)
     for peer in range(1, crew.num_ranks):
+        crew.send_text(_TURN, peer)
         while (head := crew.receive_text(peer)) != "":
             take(_receive(head, crew, peer))
 

@@ -88,6 +88,8 @@ class RankEnds:
         word = self._find_word(error)
         told = self._tell(word, error)
         self._log(told)
+        if told is not error and not isinstance(error, PeerLostError):
+            self._log(error)
         if self._lookout is not None:
             self._lookout.leave()
             if word.is_stop:
@@ -147,14 +149,16 @@ class RankEnds:
             return self._lookout.say(word)
         return find_word(self._meeting.store) or leave_word(self._meeting.store, word) or word
 
-    def _tell(self, word: Word, error: BaseException | None) -> BaseException:
-        """What is told of a word on this rank."""
+    def _tell(
+        self, word: Word, error: BaseException | None, *, places_s: float = _PLACES_S
+    ) -> BaseException:
+        """What is told of a word on this rank; the others have a moment to say where they are."""
         rank = self._meeting.rank
         speaks = word.by == rank
         own = word.rank == rank and speaks and error is not None
         if own and isinstance(error, RunFailedError):
             error.what = f"{self._name(rank)}: {error.what}"
-            error.where = "\n".join(filter(None, (error.where, self._places(None))))
+            error.where = "\n".join(filter(None, (error.where, self._places(None, places_s))))
         if own or word.is_stop:
             if own and rank and isinstance(error, InputError | RefusedError):
                 error.what = f"{self._name(rank)}: {error.what}"
@@ -164,7 +168,7 @@ class RankEnds:
         name = "" if word.rank is None else f"{self._name(word.rank)}: "
         return PeerLostError(
             f"{name}{word.what}{self._after()}",
-            where=self._places(word.rank) if speaks else self.whereabouts.describe(),
+            where=self._places(word.rank, places_s) if speaks else self.whereabouts.describe(),
             fix=self._advise(word),
         )
 
@@ -176,10 +180,10 @@ class RankEnds:
         step = self.whereabouts.finished_step
         return "" if step is None else f"; step {step} is the last that is finished"
 
-    def _places(self, lost: int | None) -> str:
+    def _places(self, lost: int | None, limit_s: float) -> str:
         if self._lookout is None:
             return ""
-        places = self._lookout.await_places(_PLACES_S)
+        places = self._lookout.await_places(limit_s)
         return describe_places(places, self._meeting.attendees, lost)
 
     def _advise(self, word: Word) -> str:
@@ -198,7 +202,8 @@ class RankEnds:
 
     def _give_up(self, word: Word) -> None:
         """End the process: its main thread waits for what will not come, in foreign code."""
-        told = self._tell(word, None)
+        # On the thread that hears the others: what they said last has to do.
+        told = self._tell(word, None, places_s=0.0)
         self._log(told)
         if word.by == self._meeting.rank and isinstance(told, PackhorseError):
             self._report(told)

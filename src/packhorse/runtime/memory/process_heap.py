@@ -215,6 +215,7 @@ class ProcessHeap:
             self._tight_bytes = self._beyond_blocks_bytes()
 
     def close(self) -> None:
-        """Open the holes."""
+        """Open the holes. Closing twice is harmless."""
+        self._meter.close()
         open_holes((*self._sealed, *self._sealed_for_now))
         self._sealed = self._sealed_for_now = ()

@@ -13,7 +13,7 @@ from typing import Final
 
 from torch import Tensor
 
-from packhorse.errors import PeerLostError
+from packhorse.errors import PeerLostError, RunFailedError
 
 WAIT_S: Final = 600.0
 
@@ -103,8 +103,9 @@ class LoopbackTransport:
         """Take a tensor; blocks until it is there."""
         self._group.receive(tensor, peer, self._rank)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, exit_code: int = RunFailedError.exit_code) -> None:
         """Make every rank fail."""
+        del exit_code  # threads have none
         self._group.abort(f"rank {self._rank}: {reason}")
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 import torch.distributed as dist
 from torch import Tensor
 
-from packhorse.errors import PeerLostError
+from packhorse.errors import PeerLostError, RunFailedError
 from packhorse.runtime.transport.store import Store, Word, find_word, leave_word
 
 WAIT: Final = timedelta(minutes=10)
@@ -71,12 +71,15 @@ class ProcessTransport:
             where = f"waiting for a message from rank {peer}"
             raise explain_loss(self._store, where, error, peer) from error
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, exit_code: int = RunFailedError.exit_code) -> None:
         """Leave word of why this rank ends; others notice when its process is gone."""
-        leave_word(self._store, Word(rank=self._rank, what=reason, by=self._rank))
+        word = Word(rank=self._rank, what=reason, by=self._rank, exit_code=exit_code)
+        leave_word(self._store, word)
 
     def close(self) -> None:
-        """Give up the channels."""
+        """Give up the channels, with the threads and connections that they have."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
         self._groups.clear()
 
 

@@ -34,11 +34,6 @@ class Seat:
     place: str
 
 
-def is_seated(environment: Mapping[str, str]) -> bool:
-    """Whether this process was started as one of several ranks, or as the only one of a run."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
-
-
 def read_seat(environment: Mapping[str, str]) -> Seat:
     """Read torchrun's environment.
 

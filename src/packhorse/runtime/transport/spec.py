@@ -40,8 +40,12 @@ class Transport(Protocol):
         """
         ...
 
-    def abort(self, reason: str) -> None:
-        """Give up: every rank that waits for a message, or will, fails. Harmless when repeated."""
+    def abort(self, reason: str, exit_code: int) -> None:
+        """Give up: every rank that waits for a message, or will, fails. Harmless when repeated.
+
+        Args:
+            exit_code: of what went wrong; all ranks end with it.
+        """
         ...
 
     def close(self) -> None:
