@@ -166,9 +166,6 @@ def test_an_environment_that_makes_no_sense(change: dict[str, str], words: str) 
     assert "torchrun" in (caught.value.fix or "")
 
 
-def test_only_torchrun_gives_seats() -> None:
-
-
 def test_the_address_is_that_of_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_address({"GLOO_SOCKET_IFNAME": "lo"}) == LOOPBACK
     with pytest.raises(InputError, match="no network interface 'nowhere0'") as caught:

@@ -54,7 +54,7 @@ def gather_cluster(
                 fix=f"start {cluster.num_ranks} ranks, or leave --machine out: they are measured",
             )
         check_device(cluster.ranks[meeting.rank])
-        return _spread_scratch(cluster)
+        return _spread_scratch(_refuse_devices(cluster))
     if choice.name is not None:
         raise InputError(
             f"{choice.name} is one machine, and {meeting.num_ranks} ranks were started",
@@ -78,7 +78,21 @@ def gather_cluster(
             own = merge_budgets(parse_memory(choice.memory, machine), budget)
         return with_budget(machine, own)
 
-    return _spread_scratch(replace(found, ranks=tuple(map(grant, found.ranks))))
+    return _spread_scratch(_refuse_devices(replace(found, ranks=tuple(map(grant, found.ranks)))))
+
+
+def _refuse_devices(cluster: Cluster) -> Cluster:
+    """Refuse ranks that compute on a GPU: messages go from memory to memory so far."""
+    for rank, machine in enumerate(cluster.ranks):
+        if not machine.device.startswith("cpu"):
+            raise InputError(
+                f"rank {rank} computes on {machine.device}, and ranks exchange messages from the"
+                " memory of CPUs only, so far",
+                where=machine.name,
+                fix="train on one GPU without torchrun; `packhorse plan --machine` plans for such"
+                " ranks",
+            )
+    return cluster
 
 
 def _spread_scratch(cluster: Cluster) -> Cluster:
