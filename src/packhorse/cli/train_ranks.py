@@ -6,6 +6,7 @@ rank. Every rank prepares and proves the same; the first one plans for all, and 
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 from collections.abc import Callable
@@ -211,6 +212,8 @@ def _lead(
     program = lower_plan(planned.plan, planned.traced.model, "train_step")
     watch = watch_drift(planned, program, joint.timelines[0])
     del program
+    # Traced graphs refer to themselves: those that were not chosen must go before training.
+    gc.collect()
     summary = run_planned(
         planned,
         joint.timelines,
@@ -241,6 +244,7 @@ def _follow(request: TrainRequest, crew: Crew, cluster: Cluster, baseline_bytes:
     prepared = prepare_for_ranks(request.loaded.recipe, cluster)
     traced = trace_for_ranks(prepared, plans)
     part = cut_stages(plans.pipeline, traced.model)[crew.rank]
+    gc.collect()
     train(
         prepared,
         plan=plans,
