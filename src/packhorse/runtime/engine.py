@@ -169,7 +169,7 @@ class Engine:
             undo.callback(self._heap.close)
             room = self._heap.room
             shapes = find_shapes(traced.model, self._layout, programs.values())
-            self._messages = Messages(transport, self._device, shapes)
+            self._messages = Messages(transport, self._device, shapes, room)
             lanes = make_lanes(programs.values(), self._device, num_threads)
             self._paced = None if pace is None else PacedLanes(lanes, pace)
             self._performer = Performer(

@@ -7,7 +7,8 @@ that order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from packhorse.program.buffers import (
     split_value,
 )
 from packhorse.program.program import Program
-from packhorse.program.tasks import Recv, Send
+from packhorse.program.tasks import Recv, Send, Task
 from packhorse.runtime.transport.spec import Transport
 
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -39,6 +40,7 @@ class Messages:
         transport: None where there is one rank.
         device: where received tensors are to lie.
         shapes: of all that is received.
+        room: inside, a lane takes what a task makes.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class Messages:
         transport: Transport | None,
         device: torch.device,
         shapes: Mapping[BufferId, Shape],
+        room: Callable[[Task], AbstractContextManager[None]],
     ) -> None:
+        self._room = room
         self._transport = transport
         self._device = device
         self._shapes = shapes
@@ -74,9 +78,10 @@ class Messages:
             PeerLostError: another rank is gone.
         """
         shape, dtype = self._shapes[task.buffer]
-        made = torch.empty(shape, dtype=dtype, device=self._device)
         assert self._transport is not None
-        self._transport.receive(made, task.peer)
+        with self._room(task):
+            made = torch.empty(shape, dtype=dtype, device=self._device)
+            self._transport.receive(made, task.peer)
         return made
 
     def abort(self, reason: str, exit_code: int) -> None:
