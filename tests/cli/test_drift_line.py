@@ -125,7 +125,7 @@ def test_of_several_ranks_a_step_of_all_is_told():
         arithmetic=ARITHMETIC,
         global_batch_rows=4,
         pins=Pins(schedule="1f1b"),
-    )
+    ).plans
     parts = cut_stages(plans.pipeline, model)
 
     def simulate(first):

@@ -178,7 +178,8 @@ def test_given_plans_are_predicted_anew_or_refused_with_the_rank():
     case = make_case()
     parts = cut_stages(case.plans.pipeline, case.model)
     believed = replace(case.plans, step_ns=1)
-    fitted = fit_budgets(believed, parts, profiles_of(case.cluster), case.cluster, where="p.json")
+    profiles = profiles_of(case.cluster)
+    fitted = fit_budgets(believed, parts, profiles, case.cluster, where="p.json").plans
     assert fitted.step_ns == case.plans.step_ns
     need = need_of(case.plans.ranks[1])
     smaller = make_pair((64 * MIB, round(need * 0.9)))

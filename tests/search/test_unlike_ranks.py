@@ -51,7 +51,7 @@ def find(*machines, num_layers=6, total=4, pins=None, base_bytes=0, **model_opti
         arithmetic=ARITHMETIC,
         global_batch_rows=total,
         pins=read_pins(FAST if pins is None else pins),
-    ), model
+    ).plans, model
 
 
 def slow_down(machine, factor):

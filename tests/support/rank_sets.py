@@ -104,7 +104,7 @@ def find_plans(
         arithmetic=ARITHMETIC,
         global_batch_rows=rows,
         pins=read_pins(dict(FEW if pins is None else pins)),
-    )
+    ).plans
 
 
 def make_case(num_ranks: int = 2, **options: object) -> RankCase:

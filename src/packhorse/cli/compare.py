@@ -41,7 +41,7 @@ def compare_runs(
     as_json: AsJson = False,
 ) -> None:
     """Lay predicted beside measured."""
-    from packhorse.cli.compare_ranks import RanksRequest, compare_ranks, count_ranks
+    from packhorse.cli.compare_ranks import CompareRequest, compare_ranks, count_ranks
     from packhorse.cli.outputs import check_output, write_output
     from packhorse.cli.run_timelines import find_process
     from packhorse.cli.screen import Screen
@@ -56,7 +56,7 @@ def compare_runs(
         check_output(machine_out)
     num_ranks = count_ranks(paths[0]) if len(paths) == 1 else 1
     if num_ranks > 1:
-        request = RanksRequest(
+        request = CompareRequest(
             folder=paths[0],
             num_ranks=num_ranks,
             rank=rank,
@@ -118,11 +118,11 @@ def _write_machine(paths: list[Path], comparison: Comparison, out: Path) -> Rate
 
 
 def _find_pair(paths: list[Path]) -> tuple[Path, Path]:
-    from packhorse.cli.run_timelines import MEASURED, PREDICTED
+    from packhorse.timeline.files import MEASURED_NAME, PREDICTED_NAME
 
     match paths:
         case [folder] if folder.is_dir():
-            pair = folder / PREDICTED, folder / MEASURED
+            pair = folder / PREDICTED_NAME, folder / MEASURED_NAME
             missing = [path.name for path in pair if not path.is_file()]
             if missing:
                 raise InputError(

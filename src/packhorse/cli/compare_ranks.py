@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RanksRequest:
+class CompareRequest:
     """What was typed: see the options of `packhorse compare`; `num_ranks` is what the plan has."""
 
     folder: Path
@@ -47,7 +47,7 @@ def count_ranks(folder: Path) -> int:
     return len(read_rank_plans(path).ranks)
 
 
-def compare_ranks(request: RanksRequest, screen: Screen) -> None:
+def compare_ranks(request: CompareRequest, screen: Screen) -> None:
     """Lay every rank's measured step beside its predicted one.
 
     Raises:
@@ -108,13 +108,12 @@ def compare_ranks(request: RanksRequest, screen: Screen) -> None:
     )
 
 
-def _find_pairs(request: RanksRequest) -> list[tuple[Path, Path]]:
-    from packhorse.cli.run_timelines import MEASURED, PREDICTED
-    from packhorse.timeline.files import name_for_rank
+def _find_pairs(request: CompareRequest) -> list[tuple[Path, Path]]:
+    from packhorse.timeline.files import MEASURED_NAME, PREDICTED_NAME, name_for_rank
 
     folder = request.folder
     pairs = [
-        (folder / name_for_rank(PREDICTED, rank), folder / name_for_rank(MEASURED, rank))
+        (folder / name_for_rank(PREDICTED_NAME, rank), folder / name_for_rank(MEASURED_NAME, rank))
         for rank in range(request.num_ranks)
     ]
     missing = [path.name for pair in pairs for path in pair if not path.is_file()]

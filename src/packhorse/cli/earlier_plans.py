@@ -6,14 +6,18 @@ with its numerics pinned. What the recipe itself pins stays as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from packhorse.errors import DoesNotFitError
 from packhorse.plan.files import PLAN_NAME
 from packhorse.plan.ranks import RankPlans
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from packhorse.cli.planning import Planned
+    from packhorse.cli.screen import Screen
     from packhorse.plan.spec import Plan
     from packhorse.trainer.recipe import Recipe
 
@@ -51,3 +55,28 @@ def pin_numerics(recipe: Recipe, earlier: Plan | RankPlans) -> tuple[Recipe, int
     pins = {name: value for name, value in pins.items() if name not in own}
     pinned = recipe.model_copy(update={"plan": pins | recipe.plan})
     return pinned, pinned.pins.num_threads
+
+
+def plan_alike(
+    recipe: Recipe,
+    earlier: Plan | RankPlans,
+    screen: Screen,
+    plan: Callable[[Recipe, int | None], Planned],
+) -> Planned:
+    """Plan with the numerics of an earlier plan, so that its curve goes on in the same bits.
+
+    Args:
+        plan: plans a recipe for so many compute threads; None leaves them to the machine.
+
+    Raises:
+        DoesNotFitError: no plan fits, whatever its numerics.
+    """
+    pinned, threads = pin_numerics(recipe, earlier)
+    try:
+        return plan(pinned, threads)
+    except DoesNotFitError:
+        screen.warn(
+            f"micro-batches of {pinned.pins.microbatch_rows} rows no longer fit: others"
+            " are taken, and the curve goes on with other roundings"
+        )
+        return plan(recipe, threads)

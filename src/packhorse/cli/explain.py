@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from packhorse.cli.options import AsJson
-from packhorse.errors import InputError
 
 if TYPE_CHECKING:
     from packhorse.plan.ranks import RankPlans
@@ -29,7 +28,7 @@ def explain(
 ) -> None:
     """Explain a plan: causes, bottleneck, choices, relief."""
     from packhorse.cli.companions import companion_path, plan_path
-    from packhorse.cli.rank_reading import read_any_plan
+    from packhorse.cli.rank_reading import check_rank, read_any_plan
     from packhorse.cli.screen import Screen
     from packhorse.plan.ranks import RankPlans
     from packhorse.report.explain import explain_plan, explanation_as_dict
@@ -40,13 +39,8 @@ def explain(
     screen = Screen(as_json=as_json)
     path = plan_path(plan)
     found = read_any_plan(path)
-    num_ranks = len(found.ranks) if isinstance(found, RankPlans) else 1
-    if rank is not None and rank >= num_ranks:
-        raise InputError(
-            f"there is no rank {rank}: the plan is for {num_ranks}",
-            where="--rank",
-            fix="leave it out, or write --rank 0",
-        )
+    if rank is not None:
+        check_rank(found, rank)
     run_file = companion_path(path, "run")
     run = read_run(run_file) if run_file.is_file() else None
     if isinstance(found, RankPlans):

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from packhorse.cli.options import AsJson, ModelPath
-from packhorse.errors import InputError
 
 
 class ProgramPurpose(StrEnum):
@@ -38,7 +37,7 @@ def lower(
     """Print the program of a plan: every task, in order."""
     from packhorse.cli.companions import plan_path, read_plan_model
     from packhorse.cli.outputs import write_output
-    from packhorse.cli.rank_reading import read_any_plan, read_rank_set
+    from packhorse.cli.rank_reading import check_rank, read_any_plan, read_rank_set
     from packhorse.cli.screen import Screen
     from packhorse.compiler.lower import lower_plan
     from packhorse.plan.ranks import RankPlans
@@ -48,8 +47,7 @@ def lower(
     screen = Screen(as_json=as_json)
     path = plan_path(plan)
     found = read_any_plan(path)
-    num_ranks = len(found.ranks) if isinstance(found, RankPlans) else 1
-    _check_rank(rank, num_ranks)
+    check_rank(found, rank)
     if isinstance(found, RankPlans):
         own, part = found.ranks[rank], read_rank_set(path, found, model).parts[rank]
     else:
@@ -73,20 +71,4 @@ def lower(
             "text": text if out is None else None,
             "file": None if out is None else str(out),
         }
-    )
-
-
-def _check_rank(rank: int, num_ranks: int) -> None:
-    if rank < num_ranks:
-        return
-    if num_ranks == 1:
-        raise InputError(
-            f"there is no rank {rank}: the plan is for one process",
-            where="--rank",
-            fix="leave it out, or write --rank 0",
-        )
-    raise InputError(
-        f"there is no rank {rank}: the plan is for ranks 0 to {num_ranks - 1}",
-        where="--rank",
-        fix=f"name one of them, such as --rank {num_ranks - 1}",
     )

@@ -86,7 +86,6 @@ def find_cluster(
         FileFormatError: the file is damaged.
     """
     from packhorse.cli.kinds import detect_kind
-    from packhorse.machine.budget import Budget, parse_budget, parse_memory, with_budget
     from packhorse.machine.cluster_files import read_cluster
 
     if choice.name is None or not Path(choice.name).is_file():
@@ -95,15 +94,24 @@ def find_cluster(
         return None
     cluster = read_cluster(choice.name)
 
-    def grant(machine: Machine) -> Machine:
-        budget = merge_budgets(parse_budget(choice.budget), granted or Budget())
-        if choice.memory is not None:
-            budget = merge_budgets(parse_memory(choice.memory, machine), budget)
-        if threads is not None:
-            machine = replace(machine, num_threads=threads)
-        return machine if budget == Budget() else with_budget(machine, budget)
+    ranks = tuple(grant_typed(machine, choice, granted) for machine in cluster.ranks)
+    if threads is not None:
+        ranks = tuple(replace(machine, num_threads=threads) for machine in ranks)
+    return replace(cluster, ranks=ranks)
 
-    return replace(cluster, ranks=tuple(map(grant, cluster.ranks)))
+
+def grant_typed(machine: Machine, choice: MachineChoice, granted: Budget | None) -> Machine:
+    """Give one rank's machine the budgets that were typed, or that the recipe grants.
+
+    Raises:
+        InputError: a budget is wrong or more than there is.
+    """
+    from packhorse.machine.budget import Budget, parse_budget, parse_memory, with_budget
+
+    budget = merge_budgets(parse_budget(choice.budget), granted or Budget())
+    if choice.memory is not None:
+        budget = merge_budgets(parse_memory(choice.memory, machine), budget)
+    return machine if budget == Budget() else with_budget(machine, budget)
 
 
 def is_this_computer(choice: MachineChoice) -> bool:

@@ -118,6 +118,7 @@ def _probe_links(
                 serve_peer(channels, rank)
         # One pair at a time; a slow link takes longer than it was given.
         meeting.barrier(wait=4 * LINK_WAIT)
+    channels.close()
     return spread_links(meeting.hosts, parse_rates(meeting.gather(format_rates(rates))))
 
 

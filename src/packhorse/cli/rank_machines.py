@@ -38,9 +38,9 @@ def gather_cluster(
         FileFormatError: the machine file is damaged.
         PeerLostError: another rank has failed, or is silent.
     """
-    from packhorse.cli.machines import check_device, find_cluster, merge_budgets
+    from packhorse.cli.machines import check_device, find_cluster, grant_typed, merge_budgets
     from packhorse.cli.probe_ranks import RanksProbe, probe_ranks
-    from packhorse.machine.budget import Budget, parse_budget, parse_memory, with_budget
+    from packhorse.machine.budget import Budget, parse_budget
     from packhorse.machine.probe import probe_machine
 
     granted, threads = recipe.granted, recipe.pins.num_threads
@@ -72,13 +72,8 @@ def gather_cluster(
     probe = RanksProbe(measure=measure, measure_wait=MEASURE_WAIT, pair_limit_ns=_PAIR_LIMIT_NS)
     found = probe_ranks(meeting, probe, screen)
 
-    def grant(machine: Machine) -> Machine:
-        own = budget
-        if choice.memory is not None:
-            own = merge_budgets(parse_memory(choice.memory, machine), budget)
-        return with_budget(machine, own)
-
-    return _spread_scratch(_refuse_devices(replace(found, ranks=tuple(map(grant, found.ranks)))))
+    ranks = tuple(grant_typed(machine, choice, granted) for machine in found.ranks)
+    return _spread_scratch(_refuse_devices(replace(found, ranks=ranks)))
 
 
 def _refuse_devices(cluster: Cluster) -> Cluster:

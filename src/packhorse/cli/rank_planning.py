@@ -20,7 +20,7 @@ from packhorse.cli.planning import (
     say_schedule,
     warn_of_busy_times,
 )
-from packhorse.errors import MismatchError
+from packhorse.plan.ranks import check_num_ranks
 from packhorse.units import MIB
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from packhorse.model.spec import Model
     from packhorse.plan.ranks import RankPlans
     from packhorse.profile.spec import Profile
+    from packhorse.search.rank_plans import Promised
     from packhorse.trainer.preparation import PreparedRun, Progress
     from packhorse.trainer.recipe import Recipe
 
@@ -89,7 +90,7 @@ def plan_rank_recipe(
         ]
         pins = recipe.pins
         tied = any(candidate.model.summed_parameters for candidate in offered)
-        plans = find_rank_plans(
+        promised = find_rank_plans(
             offered,
             cluster,
             optimizer=prepared.optimizer_plan,
@@ -106,7 +107,7 @@ def plan_rank_recipe(
             global_batch_rows=prepared.cut.global_rows,
             pins=pins,
         )
-    numerics = plans.ranks[0].numerics
+    numerics = promised.plans.ranks[0].numerics
     at = next(
         index
         for index, candidate in enumerate(offered)
@@ -116,7 +117,7 @@ def plan_rank_recipe(
     return _join(
         prepared,
         halved[at],
-        plans,
+        promised,
         offered[at].profiles,
         cluster,
         notes=candidates.notes,
@@ -148,7 +149,7 @@ def take_rank_plans(
     from packhorse.trainer.numerics import say_other_instructions
 
     started_s = time.monotonic()
-    check_num_ranks(plans, cluster.num_ranks, path)
+    check_num_ranks(plans, cluster.num_ranks, where=str(path))
     with screen.progress("preparing") as progress:
         prepared = prepare_for_ranks(recipe, cluster, progress)
         progress("tracing the model as the plans say", 0, None)
@@ -164,11 +165,11 @@ def take_rank_plans(
     warn_of_busy_times(screen, profile)
     profiles = profile_ranks(profile, traced.model, cluster)
     parts = cut_stages(plans.pipeline, traced.model)
-    fitted = fit_budgets(plans, parts, profiles, cluster, where=str(path))
+    promised = fit_budgets(plans, parts, profiles, cluster, where=str(path))
     return _join(
         prepared,
         traced,
-        fitted,
+        promised,
         profiles,
         cluster,
         notes=notes,
@@ -203,20 +204,6 @@ def trace_for_ranks(prepared: PreparedRun, plans: RankPlans) -> Traced:
     from packhorse.trainer.preparation import trace_for_plan
 
     return halve_backwards(trace_for_plan(prepared, plans.ranks[0]))
-
-
-def check_num_ranks(plans: RankPlans, num_ranks: int, path: Path) -> None:
-    """Refuse plans of another number of ranks.
-
-    Raises:
-        MismatchError: says how many there are, and how many are wanted.
-    """
-    if len(plans.ranks) != num_ranks:
-        raise MismatchError(
-            f"the plan is for {len(plans.ranks)} ranks, and there are {num_ranks}",
-            where=str(path),
-            fix=f"start {len(plans.ranks)} ranks, or leave --plan out: a new plan is made",
-        )
 
 
 def _count_ranks(profile: Profile) -> Profile:
@@ -257,7 +244,7 @@ def _computes_alike(one: Machine, other: Machine) -> bool:
 def _join(
     prepared: PreparedRun,
     traced: Traced,
-    plans: RankPlans,
+    promised: Promised,
     profiles: Sequence[Profile],
     cluster: Cluster,
     *,
@@ -268,8 +255,8 @@ def _join(
     from packhorse.graph.parts import cut_traced
     from packhorse.search.rank_plans import merge_predictions, predict_ranks
 
+    plans = promised.plans
     parts = cut_stages(plans.pipeline, traced.model)
-    timelines = predict_ranks(plans.ranks, parts, profiles, cluster.ranks)
     evaluation_ns = max(
         timeline.step_ns
         for timeline in predict_ranks(plans.ranks, parts, profiles, cluster.ranks, kind="evaluate")
@@ -299,6 +286,6 @@ def _join(
             cluster=cluster,
             whole=traced,
             profiles=tuple(profiles),
-            timelines=timelines,
+            timelines=promised.timelines,
         ),
     )

@@ -48,6 +48,28 @@ def read_any_plan(path: Path) -> Plan | RankPlans:
     return read_rank_plans(path) if kind == "rank plans" else read_plan(path)
 
 
+def check_rank(found: Plan | RankPlans, rank: int) -> None:
+    """Refuse a rank that a plan is not for.
+
+    Raises:
+        InputError: says which ranks there are.
+    """
+    num_ranks = len(found.ranks) if isinstance(found, RankPlans) else 1
+    if rank < num_ranks:
+        return
+    if num_ranks == 1:
+        raise InputError(
+            f"there is no rank {rank}: the plan is for one process",
+            where="--rank",
+            fix="leave it out, or write --rank 0",
+        )
+    raise InputError(
+        f"there is no rank {rank}: the plan is for ranks 0 to {num_ranks - 1}",
+        where="--rank",
+        fix=f"name one of them, such as --rank {num_ranks - 1}",
+    )
+
+
 def read_rank_set(path: Path, plans: RankPlans, model: Path | None) -> RankSet:
     """Read the model of the plans of several ranks, and cut it as they say.
 

@@ -1,18 +1,15 @@
-"""What a run folder says of its steps beside their timelines: names, and the process's memory.
+"""What a run folder says of its steps beside their timelines: the process's memory.
 
-In: a run folder. Out: names of files, and a `Difference`.
+In: a run folder. Out: a `Difference`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from packhorse.report.compare import Difference
-
-PREDICTED: Final = "timeline-predicted.json"
-MEASURED: Final = "timeline-measured.json"
 
 
 def find_process(folder: Path) -> Difference | None:

@@ -58,16 +58,20 @@ def simulate(
     """Predict the timeline of one step."""
     from packhorse.cli.outputs import write_output
     from packhorse.cli.screen import Screen
-    from packhorse.cli.simulate_ranks import RanksRequest, find_rank_plans, simulate_rank_plans
+    from packhorse.cli.simulate_ranks import (
+        SimulateRequest,
+        look_for_rank_plans,
+        simulate_rank_plans,
+    )
     from packhorse.report.pictures import draw_timeline
     from packhorse.report.terminal import picture_timeline
     from packhorse.timeline.files import format_timeline
     from packhorse.timeline.perfetto import format_trace
 
     screen = Screen(as_json=as_json)
-    plans = find_rank_plans(path)
+    plans = look_for_rank_plans(path)
     if plans is not None:
-        request = RanksRequest(
+        request = SimulateRequest(
             path=path,
             model=model,
             machine=machine,

@@ -26,7 +26,7 @@ _NOTES_HEAD: Final = "idle, peak"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RanksRequest:
+class SimulateRequest:
     """What was typed: see the options of `packhorse simulate`."""
 
     path: Path
@@ -38,7 +38,7 @@ class RanksRequest:
     svg: Path | None
 
 
-def find_rank_plans(path: Path) -> RankPlans | None:
+def look_for_rank_plans(path: Path) -> RankPlans | None:
     """Read the plans of several ranks, where a path means such; else None.
 
     Raises:
@@ -55,7 +55,7 @@ def find_rank_plans(path: Path) -> RankPlans | None:
     return read_rank_plans(file) if kind == "rank plans" else None
 
 
-def simulate_rank_plans(plans: RankPlans, request: RanksRequest, screen: Screen) -> None:
+def simulate_rank_plans(plans: RankPlans, request: SimulateRequest, screen: Screen) -> None:
     """Predict a step of all ranks together; show it and write it.
 
     Raises:

@@ -196,20 +196,15 @@ def _plan_again(
     screen: Screen,
     baseline_bytes: int,
 ) -> Planned:
-    """Plan with the numerics of an earlier plan, so that its curve goes on in the same bits."""
-    from packhorse.cli.earlier_plans import pin_numerics
+    """Plan anew, alike in what decides the bits."""
+    from packhorse.cli.earlier_plans import plan_alike
     from packhorse.cli.planning import plan_recipe
 
-    pinned, threads = pin_numerics(recipe, earlier)
-    machine = replace(machine, num_threads=threads or machine.num_threads)
-    try:
-        return plan_recipe(pinned, machine, screen, baseline_bytes=baseline_bytes)
-    except DoesNotFitError:
-        screen.warn(
-            f"micro-batches of {pinned.pins.microbatch_rows} rows no longer fit: others"
-            " are taken, and the curve goes on with other roundings"
-        )
-        return plan_recipe(recipe, machine, screen, baseline_bytes=baseline_bytes)
+    def plan(pinned: Recipe, threads: int | None) -> Planned:
+        own = replace(machine, num_threads=threads or machine.num_threads)
+        return plan_recipe(pinned, own, screen, baseline_bytes=baseline_bytes)
+
+    return plan_alike(recipe, earlier, screen, plan)
 
 
 def _predict(planned: Planned, program: Program) -> Timeline:

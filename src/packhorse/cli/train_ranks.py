@@ -263,7 +263,7 @@ def _settle(
     request: TrainRequest, cluster: Cluster, screen: Screen, baseline_bytes: int
 ) -> Planned:
     """Take the plans that were named, or those of the run that is resumed, or make some."""
-    from packhorse.cli.earlier_plans import pin_numerics, read_earlier
+    from packhorse.cli.earlier_plans import plan_alike, read_earlier
     from packhorse.cli.rank_planning import plan_rank_recipe, take_rank_plans
     from packhorse.plan.files import PLAN_NAME
     from packhorse.plan.rank_files import read_rank_plans
@@ -286,14 +286,10 @@ def _settle(
             return planned
     if earlier is None:
         return plan_rank_recipe(recipe, cluster, screen, baseline_bytes=baseline_bytes)
-    pinned, threads = pin_numerics(recipe, earlier)
-    machines = tuple(replace(m, num_threads=threads or m.num_threads) for m in cluster.ranks)
-    cluster = replace(cluster, ranks=machines)
-    try:
-        return plan_rank_recipe(pinned, cluster, screen, baseline_bytes=baseline_bytes)
-    except DoesNotFitError:
-        screen.warn(
-            "the micro-batches of the run so far no longer fit: others are taken, and the curve"
-            " goes on with other roundings"
-        )
-        return plan_rank_recipe(recipe, cluster, screen, baseline_bytes=baseline_bytes)
+
+    def plan(pinned: Recipe, threads: int | None) -> Planned:
+        machines = tuple(replace(m, num_threads=threads or m.num_threads) for m in cluster.ranks)
+        own = replace(cluster, ranks=machines)
+        return plan_rank_recipe(pinned, own, screen, baseline_bytes=baseline_bytes)
+
+    return plan_alike(recipe, earlier, screen, plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from packhorse.errors import MismatchError
 from packhorse.plan.spec import PipelinePlan, Plan
 
 
@@ -47,3 +48,17 @@ class RankPlans:
         if not self.step_ns:
             return None
         return 1 - sum(self.compute_ns) / (self.step_ns * len(self.ranks))
+
+
+def check_num_ranks(plans: RankPlans, num_ranks: int, *, where: str) -> None:
+    """Refuse plans of another number of ranks.
+
+    Raises:
+        MismatchError: says how many there are, and how many are wanted.
+    """
+    if len(plans.ranks) != num_ranks:
+        raise MismatchError(
+            f"the plan is for {len(plans.ranks)} ranks, and there are {num_ranks}",
+            where=where,
+            fix=f"start {len(plans.ranks)} ranks, or leave --plan out: a new plan is made",
+        )

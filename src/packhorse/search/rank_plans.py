@@ -1,7 +1,8 @@
 """Which plans are best for ranks that share a model: the fastest that fit, together.
 
 In: candidates (the whole model at each micro-batch, timed on every rank), the machines of the
-ranks, the optimizer, pins. Out: `RankPlans`: one pipeline, and a `Plan` for each rank.
+ranks, the optimizer, pins. Out: `RankPlans`: one pipeline, and a `Plan` for each rank;
+and the joint step that they promise.
 
     for every candidate: its fastest pipeline (schedule and cuts)
     of the quickest: find each rank's plan for its own part, under its own budgets
@@ -62,6 +63,14 @@ class RankCandidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Promised:
+    """Plans of all ranks with what they promise together, and the step that says so, by rank."""
+
+    plans: RankPlans
+    timelines: tuple[Timeline, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
     cluster: Cluster
     optimizer: OptimizerPlan
@@ -82,7 +91,7 @@ def find_rank_plans(
     arithmetic: Arithmetic,
     global_batch_rows: int,
     pins: Pins = Pins(),  # noqa: B008 a frozen value
-) -> RankPlans:
+) -> Promised:
     """Find the fastest plans that fit the budgets of all ranks.
 
     Args:
@@ -180,7 +189,7 @@ def fit_budgets(
     cluster: Cluster,
     *,
     where: str,
-) -> RankPlans:
+) -> Promised:
     """Predict given plans anew, under the budgets that the ranks' machines now have.
 
     Args:
@@ -231,16 +240,17 @@ def promise(
     parts: Sequence[Model],
     profiles: Sequence[Profile],
     machines: Sequence[Machine],
-) -> RankPlans:
+) -> Promised:
     """Say how long a step of all ranks takes, in each of their plans and for all together."""
     timelines = predict_ranks(plans.ranks, parts, profiles, machines)
     step_ns = max(timeline.step_ns for timeline in timelines)
-    return replace(
+    promised = replace(
         plans,
         ranks=tuple(_with_step(plan, step_ns) for plan in plans.ranks),
         step_ns=step_ns,
-        compute_ns=tuple(count_compute_ns(timeline) for timeline in timelines),
+        compute_ns=tuple(timeline.busy_ns("compute") for timeline in timelines),
     )
+    return Promised(plans=promised, timelines=timelines)
 
 
 def merge_predictions(plans: RankPlans) -> Plan:
@@ -263,11 +273,6 @@ def merge_predictions(plans: RankPlans) -> Plan:
 def _with_step(plan: Plan, step_ns: int) -> Plan:
     assert plan.prediction is not None
     return replace(plan, prediction=replace(plan.prediction, step_ns=step_ns))
-
-
-def count_compute_ns(timeline: Timeline) -> int:
-    """How long a rank computes in a step."""
-    return sum(span.duration_ns for span in timeline.spans if span.lane == "compute")
 
 
 def _find_pipeline(request: _Request, candidate: RankCandidate, scale: Sequence[float]) -> Pipeline:

@@ -21,6 +21,9 @@ from packhorse.timeline.spec import MemoryPoint, Span, Timeline
 
 KIND: Final = "packhorse/timeline"
 VERSION: Final = 2
+# In a run folder, of its first rank.
+PREDICTED_NAME: Final = "timeline-predicted.json"
+MEASURED_NAME: Final = "timeline-measured.json"
 _SPAN_COLUMNS: Final = ("index", "name", "kind", "lane", "start_ns", "end_ns")
 _POINT_COLUMNS: Final = ("at_ns", "used_bytes")
 _KEYS: Final = (

@@ -11,10 +11,9 @@ from hashlib import sha256
 
 from packhorse.compiler.passes.exchange import find_channels
 from packhorse.compiler.ranks import cut_stages, lower_ranks
-from packhorse.errors import MismatchError
 from packhorse.graph.parts import cut_traced
 from packhorse.graph.trace import Traced
-from packhorse.plan.ranks import RankPlans
+from packhorse.plan.ranks import RankPlans, check_num_ranks
 from packhorse.program.program import ProgramKind, Proof
 from packhorse.trainer.crew import Crew
 from packhorse.trainer.session import Joint
@@ -32,12 +31,7 @@ def join_ranks(traced: Traced, plans: RankPlans, crew: Crew) -> tuple[Traced, Jo
             made different programs.
         RuleError: a program breaks a rule, alone or with the others.
     """
-    if len(plans.ranks) != crew.num_ranks:
-        raise MismatchError(
-            f"the plan is for {len(plans.ranks)} ranks, and {crew.num_ranks} were started",
-            where="torchrun --nnodes and --nproc-per-node",
-            fix=f"start {len(plans.ranks)} ranks, or leave --plan out: a new plan is made",
-        )
+    check_num_ranks(plans, crew.num_ranks, where="torchrun --nnodes and --nproc-per-node")
     parts = cut_stages(plans.pipeline, traced.model)
     programs = lower_ranks(plans.ranks, parts)
     proofs: dict[ProgramKind, tuple[Proof, ...]] = {

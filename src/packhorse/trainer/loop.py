@@ -31,7 +31,7 @@ from packhorse.checkpoint.folders import checkpoint_path
 from packhorse.errors import DataError, InputError, StoppedError
 from packhorse.machine.process_memory import largest_resident_bytes
 from packhorse.optim.schedules import learning_rate_at
-from packhorse.timeline.files import format_timeline
+from packhorse.timeline.files import MEASURED_NAME, format_timeline
 from packhorse.timeline.spec import Timeline
 from packhorse.trainer.crew import Crew
 from packhorse.trainer.observer import (
@@ -46,7 +46,7 @@ from packhorse.trainer.preparation import PreparedRun
 from packhorse.trainer.rank_folder import RankFolder
 from packhorse.trainer.reporters import MetricsReporter
 from packhorse.trainer.run_data import model_inputs
-from packhorse.trainer.run_folder import MEASURED_NAME, RunFolder
+from packhorse.trainer.run_folder import RunFolder
 from packhorse.trainer.saving import RunSaver
 from packhorse.trainer.session import Session
 from packhorse.trainer.stop_signals import GRACE_S, AgreedSignals, GivenUpError

@@ -17,8 +17,8 @@ from typing import Self, TextIO
 
 from packhorse.storage.durable import write_durably
 from packhorse.storage.space import explain_failure
-from packhorse.timeline.files import name_for_rank
-from packhorse.trainer.run_folder import MEASURED_NAME, stamp_line
+from packhorse.timeline.files import MEASURED_NAME, name_for_rank
+from packhorse.trainer.run_folder import stamp_line
 
 
 def append_log(run: Path, rank: int, text: str) -> None:

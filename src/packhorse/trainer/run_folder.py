@@ -49,8 +49,6 @@ from packhorse.storage.space import explain_failure
 
 RECIPE_NAME: Final = "recipe.yaml"
 MACHINE_NAME: Final = "machine.json"
-PREDICTED_NAME: Final = "timeline-predicted.json"
-MEASURED_NAME: Final = "timeline-measured.json"
 METRICS_NAME: Final = "metrics.jsonl"
 LOG_NAME: Final = "logs/rank-0.log"
 _LOCK_NAME: Final = ".packhorse-run-lock"

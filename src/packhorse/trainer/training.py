@@ -27,7 +27,7 @@ from packhorse.plan.spec import Plan
 from packhorse.runtime.emulation import Pace
 from packhorse.runtime.memory.heap import trim_heap
 from packhorse.runtime.scratch import find_scratch
-from packhorse.timeline.files import format_timeline, name_for_rank
+from packhorse.timeline.files import PREDICTED_NAME, format_timeline, name_for_rank
 from packhorse.timeline.spec import Timeline
 from packhorse.trainer.crew import ALONE, Crew
 from packhorse.trainer.frozen_values import SavedWeights, ValueSource
@@ -45,7 +45,6 @@ from packhorse.trainer.recipe_files import format_recipe
 from packhorse.trainer.reporters import open_reporters
 from packhorse.trainer.run_folder import (
     MACHINE_NAME,
-    PREDICTED_NAME,
     RECIPE_NAME,
     Resume,
     RunFolder,
