@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
+from functools import cache
 from typing import Final, Literal, NamedTuple
 
 from packhorse.graph.liveness import LARGE_BLOCK_BYTES
@@ -123,12 +125,20 @@ class LiveBlocks(NamedTuple):
 
 def count_live_blocks() -> LiveBlocks | None:
     """Count the blocks in use; None where nobody does."""
+    count = _find_counter()
+    if count is None:
+        return None
+    counts = count()
+    return LiveBlocks(int(counts.uordblks), int(counts.hblkhd))
+
+
+@cache
+def _find_counter() -> Callable[[], _Counts] | None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return None
     libc.mallinfo2.restype = _Counts
-    counts: _Counts = libc.mallinfo2()
-    return LiveBlocks(int(counts.uordblks), int(counts.hblkhd))
+    return libc.mallinfo2
 
 
 class _Counts(ctypes.Structure):

@@ -39,6 +39,8 @@ _RESERVE_BYTES: Final = 6 * MIB
 # body; and what the body itself frees may serve none of its later ones: measured, a quarter of it.
 _USABLE: Final = 2
 _WASTED: Final = 4
+# Of what a body may take: where so much is left, the next bodies need no closer look.
+_NEAR: Final = 3
 
 
 class _Taking(NamedTuple):
@@ -124,14 +126,19 @@ class ProcessHeap:
         place = object()
         with self._lock:
             most_bytes = self._make_room(self._limit_bytes, place, task, use)
-            self._taking[place] = _Taking(self._held_bytes(), most_bytes)
-            before_bytes = self._unmapped_bytes()
+            held_bytes = self._held_bytes()
+            self._taking[place] = _Taking(held_bytes, most_bytes)
+            # Counting blocks takes a walk over all that are free, for which there is a reason only
+            # where room may soon be short.
+            before_bytes: int | None = None
+            if use is not None and held_bytes + _NEAR * most_bytes > self._limit_bytes:
+                before_bytes = self._unmapped_bytes()
         try:
             yield
         finally:
             with self._lock:
                 del self._taking[place]
-                if use is not None and not self._mapped_for:
+                if use is not None and before_bytes is not None and not self._mapped_for:
                     grown_bytes = self._unmapped_bytes() - before_bytes
                     self._growth_bytes[type(task), use] = max(0, grown_bytes)
                 self._keep_again(place)
