@@ -190,7 +190,10 @@ def test_rates_and_times_measured_on_a_busy_machine_are_said_so(shell, recipe, p
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps(json.loads(profile.read_text()) | {"busy_share": 0.5}))
     done = train(shell, recipe, "--plan", tmp_path / "plan.json", "--budget", "device=64KiB")
-    assert "warning: the machine was busy while the times of the blocks were measured" in done.err
+    assert (
+        "warning: the machine was busy while the times of the blocks that lie beside the plan were"
+        " measured"
+    ) in done.err
 
 
 def test_a_recipe_is_no_plan_and_the_command_that_makes_one_is_named(shell, recipe):
@@ -251,10 +254,14 @@ def test_train_is_stopped_resumed_and_ends_with_a_model(shell, recipe, planned, 
     refused = train(shell, recipe, "--plan", planned)
     assert refused.code == 2
     assert "--resume" in refused.err
+    run = tmp_path / "run"
+    unfinished = "note: the run is not complete: 1 of 3 steps are finished\n"
+    assert shell("compare", run).err.count(unfinished) == 1
 
     done = train(shell, recipe, "--resume")
     assert done.code == 0, done.err
-    run = tmp_path / "run"
+    assert "note: " not in shell("compare", run).err
+    assert f"note: 1 step is finished in {run}\n" in done.err
     assert f"by the plan of the run that is resumed: {run / 'plan.json'}" in done.err
     assert done.err.count("loading libraries") == 1
     said = " ".join(done.out.split())

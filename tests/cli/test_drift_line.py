@@ -24,7 +24,8 @@ from packhorse.search import search
 from packhorse.search.rank_plans import RankCandidate, find_rank_plans, predict_ranks
 from packhorse.simulator.costs import TaskCosts
 from packhorse.simulator.engine import simulate_run
-from packhorse.timeline.drift import NUM_STEPS, LaneDrift
+from packhorse.timeline.drift import NUM_STEPS, LaneDrift, busy_times, find_drift
+from packhorse.units import format_ns
 from tests.search.toy_search import ADAMW, ARITHMETIC, make_machine
 
 
@@ -85,8 +86,30 @@ def test_a_slow_disk_is_told_once_with_what_a_new_plan_would_give(plan_folder):
     assert "compute" not in line
     # All of it fits in memory, so the search finds better than a disk at a tenth of its rate.
     now, _, new = line.partition(" a step, a new one would take ")
-    assert "this plan now takes " in now
+    assert "at these rates this plan takes " in now
     assert "compare RUN --machine-out FILE" in new
+
+
+def test_a_slow_core_slows_all_that_computes_and_no_step_is_shorter_than_its_compute(plan_folder):
+    site = Site(plan_folder)
+    slow = replace(
+        site.machine,
+        compute_scale=site.machine.compute_scale * 5,
+        updates=tuple(
+            replace(each, parameters_per_s=each.parameters_per_s / 5)
+            for each in site.machine.updates
+        ),
+    )
+    timeline = site.simulate(slow)
+    (line,) = said(site.watch(), timeline)
+    assert "compute: planned " in line
+    drifts = find_drift(
+        busy_times(site.predicted), [busy_times(timeline)], step_ns=timeline.step_ns, moved={}
+    )
+    again = site.simulate(machine_as_measured(site.machine, drifts))
+    assert again.step_ns >= busy_times(timeline)["compute"]
+    assert again.step_ns == pytest.approx(timeline.step_ns, rel=0.05)
+    assert f"at these rates this plan takes {format_ns(again.step_ns)} a step" in line
 
 
 def test_a_plan_that_is_pinned_cannot_be_better(plan_folder):

@@ -4,7 +4,7 @@ import pytest
 
 from packhorse.errors import InputError
 from packhorse.machine.spec import Heap, Machine, MatmulPoint
-from packhorse.profile.analytic import estimate_profile, estimate_rate
+from packhorse.profile.analytic import estimate_profile, estimate_rate, find_slowdown
 from tests.support.models import make_model
 
 MACHINE = Machine(
@@ -64,6 +64,18 @@ def test_a_body_without_matrices_is_estimated_too():
     blocks = [replace(block, parameters=(norm,)) for block in model.blocks]
     profile = estimate_profile(replace(model, blocks=tuple(blocks)), MACHINE)
     assert all(time.forward_ns > 0 for time in profile.bodies.values())
+
+
+def test_blocks_that_took_longer_than_the_rates_give_are_slowed_down_by_the_ratio():
+    model = make_model(num_layers=3)
+    alone = estimate_profile(model, MACHINE)
+    slow = {
+        body: replace(time, forward_ns=time.forward_ns * 7, backward_ns=time.backward_ns * 7)
+        for body, time in alone.bodies.items()
+    }
+    assert find_slowdown(replace(alone, bodies=slow), model, MACHINE) == pytest.approx(7)
+    assert find_slowdown(alone, model, MACHINE) == 1
+    assert find_slowdown(alone, model, replace(MACHINE, matmul=())) == 1
 
 
 def test_a_missing_curve_is_an_error_that_names_what_is_there():

@@ -15,9 +15,11 @@ from packhorse.report.rank_compare import idle_as_dict, rank_comparison_table
 from packhorse.report.rank_explain import explain_rank_plans, fold_rank_choices, say_ranks
 from packhorse.report.rank_loads import busy_links, find_busiest, say_busiest, say_busiest_link
 from packhorse.report.rank_plans import rank_plans_as_dict, rank_plans_table
+from packhorse.report.run import MeasuredSteps
 from packhorse.report.tables import comparison_table
 from packhorse.search.rank_plans import predict_ranks
 from packhorse.timeline.spec import Span, Timeline
+from packhorse.units import format_ns
 from tests.report.samples import render
 from tests.support.rank_sets import find_plans, make_case, make_pair
 
@@ -43,6 +45,19 @@ def slow_down(timeline, factor):
         for each in timeline.spans
     )
     return replace(timeline, source="measured", spans=spans, since_ns=timeline.since_ns * factor)
+
+
+def test_a_run_that_goes_on_is_told_how_far_it_is():
+    so_far = MeasuredSteps(
+        num_done=2, num_steps=4, num_recent=2, step_ns=3_000_000_000, by_this_plan=True
+    )
+    told = " ".join(render(rank_plans_table(PLANS, so_far=so_far), width=300).split())
+    assert "so far 2 of 4 steps are done; the last 2 steps took 3.00 s each" in told
+    assert f"the plan says {format_ns(PLANS.step_ns)} a step" in told
+    done = replace(so_far, num_done=4)
+    assert "so far all 4 steps are done" in " ".join(
+        render(rank_plans_table(PLANS, so_far=done), width=300).split()
+    )
 
 
 def test_golden_texts(golden):

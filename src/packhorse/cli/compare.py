@@ -43,7 +43,7 @@ def compare_runs(
     """Lay predicted beside measured."""
     from packhorse.cli.compare_ranks import CompareRequest, compare_ranks, count_ranks
     from packhorse.cli.outputs import check_output, write_output
-    from packhorse.cli.run_timelines import find_process
+    from packhorse.cli.run_timelines import find_process, say_unfinished
     from packhorse.cli.screen import Screen
     from packhorse.report.compare import compare_timelines, comparison_as_dict
     from packhorse.report.measured_rates import factors_as_dict, say_factors
@@ -55,6 +55,9 @@ def compare_runs(
     if machine_out is not None:
         check_output(machine_out)
     num_ranks = count_ranks(paths[0]) if len(paths) == 1 else 1
+    unfinished = say_unfinished(paths[0]) if len(paths) == 1 else None
+    if unfinished is not None:
+        screen.note(unfinished)
     if num_ranks > 1:
         request = CompareRequest(
             folder=paths[0],

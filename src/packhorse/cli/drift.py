@@ -57,6 +57,8 @@ def machine_as_measured(machine: Machine, drifts: Sequence[LaneDrift]) -> Machin
             disk_read=factors.get("disk_read", 1.0),
             disk_write=factors.get("disk_write", 1.0),
             compute=factors.get("compute", 1.0),
+            # Of the same cores: they slow down together, and the lane's time is that of both.
+            update=factors.get("compute", 1.0),
         ),
     )
 
@@ -68,16 +70,17 @@ def _say_replanning(planned: Planned, drifts: Sequence[LaneDrift]) -> str:
         now_ns = _predict_ranks(planned.joint, machine)
         return f"with the first rank as it is, a step of all ranks takes {format_ns(now_ns)}"
     now_ns = _simulate_step(planned, planned.plan, machine)
+    now = f"at these rates this plan takes {format_ns(now_ns)} a step"
     try:
         new = _replan(planned, machine)
     except PackhorseError:
         # What the recipe pins may leave nothing else: the line says how slow it is, all the same.
-        return f"this plan now takes {format_ns(now_ns)} a step, and no other fits"
+        return f"{now}, and no other fits"
     new_ns = _simulate_step(planned, new, machine)
     if new_ns > now_ns * (1 - _WORTH_IT):
-        return f"this plan now takes {format_ns(now_ns)} a step, and a new one would not be faster"
+        return f"{now}, and a new one would not be faster"
     return (
-        f"this plan now takes {format_ns(now_ns)} a step, a new one would take {format_ns(new_ns)}"
+        f"{now}, a new one would take {format_ns(new_ns)}"
         " (stop, `packhorse compare RUN --machine-out FILE`, then train on with --machine FILE)"
     )
 

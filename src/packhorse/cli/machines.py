@@ -208,11 +208,13 @@ def warn_of_busy_rates(screen: Screen, machine: Machine) -> None:
     )
 
 
-def warn_of_busy(screen: Screen, busy_share: float, *, what: str, fix: str) -> None:
+def warn_of_busy(
+    screen: Screen, busy_share: float, *, what: str, fix: str, slowdown: float = 1.0
+) -> None:
     """Say that something was measured while others computed here; see `say_busy`."""
     from packhorse.machine.contention import say_busy
 
-    said = say_busy(busy_share, what=what, fix=fix)
+    said = say_busy(busy_share, what=what, fix=fix, slowdown=slowdown)
     if said is not None:
         screen.warn(said)
 

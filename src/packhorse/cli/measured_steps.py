@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from packhorse.plan.ranks import RankPlans
     from packhorse.plan.spec import Plan
     from packhorse.report.run import MeasuredSteps, RunEstimate
 
@@ -19,13 +20,16 @@ _RECENT_STEPS: Final = 20
 
 
 def read_measured_steps(
-    folder: Path, plan: Plan, earlier: Plan | None, run: RunEstimate
+    folder: Path,
+    plan: Plan | RankPlans,
+    earlier: Plan | RankPlans | None,
+    run: RunEstimate,
 ) -> MeasuredSteps | None:
     """Read the steps that a run folder has metrics of; the last few count.
 
     Args:
-        plan: by which the run goes on.
-        earlier: the plan in the folder, by which those steps were made.
+        plan: by which the run goes on; or those of all ranks.
+        earlier: what is in the folder, by which those steps were made.
         run: gives the tokens of a mean step: metrics have rates, whatever a batch's size.
     """
     from packhorse.report.run import MeasuredSteps
@@ -50,6 +54,11 @@ def read_measured_steps(
     )
 
 
-def _decisions(plan: Plan) -> Plan:
-    """A plan without what is looked up anew at every start."""
-    return replace(plan, prediction=None, budget_bytes={}, scratch=None, drives=())
+def _decisions(plan: Plan | RankPlans) -> tuple[Plan, ...]:
+    """The plan of each rank, without what is looked up anew at every start."""
+    from packhorse.plan.ranks import RankPlans
+
+    ranks = plan.ranks if isinstance(plan, RankPlans) else (plan,)
+    return tuple(
+        replace(each, prediction=None, budget_bytes={}, scratch=None, drives=()) for each in ranks
+    )

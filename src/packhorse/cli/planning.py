@@ -115,7 +115,8 @@ def plan_recipe(
             baseline_bytes=None if machine.emulation else baseline_bytes,
             progress=progress,
         )
-        warn_of_busy_times(screen, candidates.entries[0].profile)
+        first = candidates.entries[0]
+        warn_of_busy_times(screen, first.profile, first.traced.model, machine)
         progress("searching for the fastest plan that fits", 0, None)
         pins = recipe.pins
         plan = find_plan(
@@ -205,7 +206,7 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
     if profile is None or not fits_model(profile, traced.model):
         profile = estimate_profile(traced.model, machine)
         notes = ("the plan has no profile beside it: times are estimated from the machine's rates",)
-    warn_of_busy_times(screen, profile)
+    warn_of_busy_times(screen, profile, traced.model, machine, earlier=True)
     plan = replace(plan, prediction=predict_plan(plan, traced.model, profile, machine))
     plan = _fit_budgets(plan, machine, path)
     prove_plan(plan, traced.model)
@@ -228,15 +229,23 @@ def take_plan(recipe: Recipe, machine: Machine, plan: Plan, path: Path, screen: 
     )
 
 
-def warn_of_busy_times(screen: Screen, profile: Profile) -> None:
-    """Say that the times of the blocks were measured while others computed here."""
+def warn_of_busy_times(
+    screen: Screen, profile: Profile, model: Model, machine: Machine, *, earlier: bool = False
+) -> None:
+    """Say that the times of the blocks were measured while others computed here.
+
+    Args:
+        earlier: they were not measured now, but when the plan was made.
+    """
     from packhorse.cli.machines import warn_of_busy
+    from packhorse.profile.analytic import find_slowdown
 
     warn_of_busy(
         screen,
         profile.busy_share,
-        what="the times of the blocks",
+        what="the times of the blocks that lie beside the plan" if earlier else "the blocks' times",
         fix="`packhorse plan` measures them again",
+        slowdown=find_slowdown(profile, model, machine),
     )
 
 

@@ -77,7 +77,8 @@ def plan_rank_recipe(
             baseline_bytes=None if first.emulation else baseline_bytes,
             progress=progress,
         )
-        warn_of_busy_times(screen, candidates.entries[0].profile)
+        entry = candidates.entries[0]
+        warn_of_busy_times(screen, entry.profile, entry.traced.model, first)
         progress(f"searching for the fastest plans of {cluster.num_ranks} ranks", 0, None)
         halved = [halve_backwards(entry.traced) for entry in candidates.entries]
         offered = [
@@ -162,7 +163,7 @@ def take_rank_plans(
         notes += (
             "the plan has no profile beside it: times are estimated from the machine's rates",
         )
-    warn_of_busy_times(screen, profile)
+    warn_of_busy_times(screen, profile, traced.model, cluster.ranks[0], earlier=True)
     profiles = profile_ranks(profile, traced.model, cluster)
     parts = cut_stages(plans.pipeline, traced.model)
     promised = fit_budgets(plans, parts, profiles, cluster, where=str(path))

@@ -1,6 +1,6 @@
-"""What a run folder says of its steps beside their timelines: the process's memory.
+"""What a run folder says of its steps beside their timelines: how many, and the process's memory.
 
-In: a run folder. Out: a `Difference`.
+In: a run folder. Out: a note, a `Difference`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from packhorse.report.compare import Difference
+
+
+def say_unfinished(folder: Path) -> str | None:
+    """Say how far a run is whose steps are compared before it is complete; None once it is."""
+    from packhorse.cli.companions import companion_path
+    from packhorse.plan.files import PLAN_NAME
+    from packhorse.report.run_files import read_run
+    from packhorse.trainer.run_folder import count_finished
+
+    estimate = companion_path(folder / PLAN_NAME, "run")
+    if not estimate.is_file():
+        return None
+    num_done, num_steps = count_finished(folder), read_run(estimate).num_steps
+    if num_done >= num_steps:
+        return None
+    return f"the run is not complete: {num_done} of {num_steps} steps are finished"
 
 
 def find_process(folder: Path) -> Difference | None:

@@ -70,7 +70,6 @@ def train_recipe(
     from packhorse.cli.train_ranks import TrainRequest, refuse_alone, train_seated
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.compiler.lower import lower_plan
-    from packhorse.plan.ranks import RankPlans
     from packhorse.report.explain import plan_table
     from packhorse.runtime.scratch import find_scratch
     from packhorse.trainer.recipe_files import load_recipe
@@ -106,7 +105,9 @@ def train_recipe(
     loaded, beginning = request.loaded, request.beginning
     # A refusal should not come after minutes of planning.
     refuse_alone(machine, plan)
-    refuse_early(loaded.recipe.run_folder, beginning)
+    note = refuse_early(loaded.recipe.run_folder, beginning)
+    if note is not None:
+        screen.note(note)
     with stop_at_once(), advise_as_typed(choice):
         baseline_bytes = load_libraries(screen)
         chosen = choose_machine(
@@ -125,10 +126,9 @@ def train_recipe(
         for note in planned.notes:
             screen.note(note)
         so_far = None
-        earlier = None if isinstance(beginning, StartFresh) else read_earlier(loaded.recipe)
-        if earlier is not None and not isinstance(earlier, RankPlans):
+        if not isinstance(beginning, StartFresh):
             so_far = read_measured_steps(
-                loaded.recipe.run_folder, planned.plan, earlier, planned.run
+                loaded.recipe.run_folder, planned.plan, read_earlier(loaded.recipe), planned.run
             )
         screen.show(plan_table(planned.plan, planned.run, so_far), "")
         program = lower_plan(planned.plan, planned.traced.model, "train_step")

@@ -108,7 +108,9 @@ def train_on_ranks(request: TrainRequest, meeting: Meeting, ends: RankEnds, scre
     recipe = request.loaded.recipe
 
     def look() -> str:
-        refuse_early(recipe.run_folder, request.beginning)
+        note = refuse_early(recipe.run_folder, request.beginning)
+        if note is not None:
+            screen.note(note)
         return ""
 
     ends.whereabouts.tell("comparing the ranks")
@@ -188,10 +190,13 @@ def _lead(
     request: TrainRequest, crew: Crew, cluster: Cluster, baseline_bytes: int, screen: Screen
 ) -> None:
     from packhorse.cli.drift import watch_drift
+    from packhorse.cli.earlier_plans import read_earlier
+    from packhorse.cli.measured_steps import read_measured_steps
     from packhorse.cli.train import run_planned
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.compiler.lower import lower_plan
     from packhorse.report.rank_plans import rank_plans_table
+    from packhorse.trainer.run_folder import StartFresh
 
     found: list[Planned] = []
 
@@ -208,7 +213,12 @@ def _lead(
     assert joint is not None
     for note in planned.notes:
         screen.note(note)
-    screen.show(rank_plans_table(joint.plans, planned.run, joint.timelines), "")
+    recipe = planned.prepared.recipe
+    so_far = None
+    if not isinstance(request.beginning, StartFresh):
+        earlier = read_earlier(recipe)
+        so_far = read_measured_steps(recipe.run_folder, joint.plans, earlier, planned.run)
+    screen.show(rank_plans_table(joint.plans, planned.run, joint.timelines, so_far), "")
     program = lower_plan(planned.plan, planned.traced.model, "train_step")
     watch = watch_drift(planned, program, joint.timelines[0])
     del program

@@ -23,6 +23,8 @@ BUSY_SHARE: Final = 0.1
 
 # The clocks tick a hundred times a second: over less nothing can be said.
 _LEAST_S: Final = 0.25
+_SURE_SHARE: Final = 0.9
+_MANY: Final = 10
 _OTHER: Final = ("idle", "iowait", "irq", "softirq", "guest", "guest_nice")
 
 
@@ -70,17 +72,22 @@ def read_core_clocks() -> CoreClocks:
     )
 
 
-def say_busy(share: float, *, what: str, fix: str) -> str | None:
+def say_busy(share: float, *, what: str, fix: str, slowdown: float = 1.0) -> str | None:
     """Say in one line that a measurement is not to be believed; None where it may be.
 
     Args:
         share: of the compute threads' time, taken by others meanwhile.
         what: what was measured, as `its rates`.
         fix: what to do once the machine is idle.
+        slowdown: how many times as long as it would have taken alone, where that is known. Threads
+            that wait for each other lose more than their share of time.
     """
     if share < BUSY_SHARE:
         return None
-    slow = "many times" if share > 0.9 else f"{1 / (1 - share):.1f} x or more"
+    # Of a share near 1 nothing can be concluded but that it was too much.
+    is_sure = share <= _SURE_SHARE
+    least = max(slowdown, 1 / (1 - share)) if is_sure else slowdown
+    slow = f"{least:.1f} x or more" if is_sure or least >= _MANY else "many times"
     return (
         f"the machine was busy while {what} were measured: other processes took"
         f" {format_percent(share)} of the compute threads' time, so forecasts may be {slow} too"

@@ -48,6 +48,25 @@ def estimate_profile(model: Model, machine: Machine) -> Profile:
     )
 
 
+def find_slowdown(profile: Profile, model: Model, machine: Machine) -> float:
+    """How many times as long as a machine's rates give all blocks of a step took; at least 1.
+
+    1 where the machine has no rates for the model's dtype.
+    """
+    try:
+        alone = estimate_profile(model, machine)
+    except InputError:
+        return 1.0
+    took_ns, alone_ns = (
+        sum(
+            each.bodies[block.body].forward_ns + each.bodies[block.body].backward_ns
+            for block in model.blocks
+        )
+        for each in (profile, alone)
+    )
+    return max(1.0, took_ns / alone_ns) if alone_ns else 1.0
+
+
 def estimate_input_share(model: Model, machine: Machine, block: Block) -> float:
     """Estimate how much of the time of a block's backward its input half takes; 1 is all of it.
 

@@ -81,7 +81,8 @@ def plan_table(
     for at, line in enumerate(say_run(run) if run else ()):
         table.add_row("" if at else "run", line)
     if so_far is not None:
-        table.add_row("so far", _say_so_far(plan, so_far))
+        promised_ns = plan.prediction.step_ns if plan.prediction else None
+        table.add_row("so far", say_so_far(so_far, promised_ns))
     return table
 
 
@@ -177,8 +178,10 @@ def _say_kept(plan: Plan) -> str:
     return f"{words}, {format_bytes(slots_bytes)} of disk for it{written}"
 
 
-def _say_so_far(plan: Plan, so_far: MeasuredSteps) -> str:
-    """What the steps that are done took, and what is left by that."""
+def say_so_far(so_far: MeasuredSteps, promised_ns: int | None) -> str:
+    """What the steps that are done took, and what is left by that and by what a plan promises."""
+    if not so_far.num_left:
+        return f"all {so_far.num_steps} steps are done"
     one = so_far.num_recent == 1
     steps = "step" if one else f"{so_far.num_recent} steps"
     whose = "" if so_far.by_this_plan else ", by another plan,"
@@ -187,10 +190,8 @@ def _say_so_far(plan: Plan, so_far: MeasuredSteps) -> str:
         f" {format_ns(so_far.step_ns)}{'' if one else ' each'}: {format_ns(so_far.rest_ns)} for the"
         f" {so_far.num_left} that are left"
     )
-    prediction = plan.prediction
-    if prediction is None or not so_far.by_this_plan:
+    if promised_ns is None or not so_far.by_this_plan:
         return line
-    promised_ns = prediction.step_ns
     return (
         f"{line}; the plan says {format_ns(promised_ns)} a step,"
         f" {format_ns(promised_ns * so_far.num_left)}"

@@ -16,9 +16,9 @@ from rich.text import Text
 from packhorse.machine.spec import TierName
 from packhorse.plan.ranks import RankPlans
 from packhorse.plan.spec import Plan
-from packhorse.report.explain import UNCOUNTED, explanation_as_dict, say_run
+from packhorse.report.explain import UNCOUNTED, explanation_as_dict, say_run, say_so_far
 from packhorse.report.rank_loads import find_busiest, links_as_dict, say_busiest, say_busiest_link
-from packhorse.report.run import RunEstimate, run_as_dict
+from packhorse.report.run import MeasuredSteps, RunEstimate, run_as_dict
 from packhorse.report.tables import plain_table
 from packhorse.timeline.spec import Timeline
 from packhorse.units import format_count, format_ns, format_part, format_percent
@@ -37,8 +37,13 @@ def rank_plans_table(
     plans: RankPlans,
     run: RunEstimate | None = None,
     timelines: Sequence[Timeline] | None = None,
+    so_far: MeasuredSteps | None = None,
 ) -> RenderableType:
-    """Render the plans of all ranks: schedule, cuts, a line for each rank, step, run."""
+    """Render the plans of all ranks: schedule, cuts, a line for each rank, step, run.
+
+    Args:
+        so_far: of a run that goes on.
+    """
     pipeline = plans.pipeline
     head = plain_table(heads=False)
     head.add_column(style="bold", no_wrap=True)
@@ -61,6 +66,8 @@ def rank_plans_table(
         tail.add_row("" if at else "others", Text(line, style="dim"))
     for at, line in enumerate(say_run(run) if run else ()):
         tail.add_row("" if at else "run", line)
+    if so_far is not None:
+        tail.add_row("so far", say_so_far(so_far, plans.step_ns))
     return Group(head, "", ranks_table(plans), "", tail)
 
 
@@ -187,6 +194,9 @@ def _say_share(num: int, count: int) -> str:
 
 
 def _say_rejected(plans: RankPlans) -> Iterable[str]:
+    if plans.rejected:
+        # Beside the step, which has its updates, a rejected one would look shorter than it is.
+        yield f"{ESTIMATED}, as above:"
     for each in plans.rejected[:_MOST_REJECTED]:
         yield f"{each.name}, {each.num_stages} stages: {each.because}"
     rest = len(plans.rejected) - _MOST_REJECTED

@@ -10,13 +10,13 @@ import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from packhorse.errors import PackhorseError, PeerLostError
+from packhorse.errors import PackhorseError
 from packhorse.runtime.transport.processes import Channel, ProcessTransport, explain_loss
 from packhorse.runtime.transport.spec import Transport
 from packhorse.runtime.transport.store import Store, Word, leave_word
@@ -201,23 +201,15 @@ class MetCrew:
 
     def lead(self, work: Callable[[], str]) -> str:
         """See Crew."""
-        if self.rank:
-            heard = self._meeting.broadcast(None, wait=LONG_WAIT)
-            found = cast("dict[str, str]", json.loads(heard))  # as the first rank writes it, below
-            if "error" in found:
-                raise PeerLostError(f"rank 0 has failed: {found['error']}", peer=0)
-            return found["found"]
         try:
-            text = work()
+            text = None if self.rank else work()
         except PackhorseError as error:
-            # Before the others hear of it: they would otherwise say that this rank is lost.
+            # It ends the others' wait: they would otherwise say that this rank is lost.
             word = Word(rank=0, what=error.what, by=0, exit_code=error.exit_code)
             leave_word(self._meeting.store, word)
-            self._meeting.broadcast(json.dumps({"error": error.what}), wait=LONG_WAIT)
             raise
         # Others may come late: they load and trace by themselves what this rank has done before.
-        self._meeting.broadcast(json.dumps({"found": text}), wait=LONG_WAIT)
-        return text
+        return self._meeting.broadcast(text, wait=LONG_WAIT)
 
     def lead_flag(self, look: Callable[[], bool]) -> bool:
         """See Crew."""

@@ -212,7 +212,7 @@ def _find_newest(
         skipped=tuple(skipped),
         kept=taken,
         obsolete=(*(each for each in kept if each is not taken), *older),
-        again=max(0, _count_finished(folder, kept) - step),
+        again=max(0, count_finished(folder, kept) - step),
     )
 
 
@@ -223,8 +223,8 @@ def _find_whole(folder: Path, skipped: list[Skipped]) -> tuple[Path | None, int]
     return newest.path, 0 if newest.path is None else checkpoint_step(newest.path)
 
 
-def _count_finished(folder: Path, kept: tuple[KeptState, ...]) -> int:
-    """The steps that the run is known to have finished, whatever became of their state."""
+def count_finished(folder: Path, kept: tuple[KeptState, ...] = ()) -> int:
+    """Count the steps that the run is known to have finished, whatever became of their state."""
     written = [line.get("step") or 0 for line in read_metrics(folder / METRICS_NAME)]
     return int(max([*written, *(each.entry.step for each in kept)], default=0))
 
@@ -254,14 +254,27 @@ def refuse_complete(folder: Path, num_steps: int) -> None:
     Raises:
         InputError: all steps are in metrics.jsonl and the model is saved.
     """
-    is_saved = any((folder / name).is_file() for name in (MODEL_NAME, INDEX_NAME))
-    if is_saved and _count_finished(folder, ()) >= num_steps:
+    if _is_saved(folder) and count_finished(folder) >= num_steps:
         raise InputError(
             f"the run is complete: {num_steps} steps are done and its model is saved",
             where=f"output_dir: {folder}",
             fix="nothing is left to do; to train it anew, choose another output_dir, or remove"
             " this one yourself;\nto train on from its weights, name it as model_name_or_path",
         )
+
+
+def say_finished(folder: Path) -> str | None:
+    """Say how many steps of a run are finished by its metrics; None where none is."""
+    count = count_finished(folder)
+    if not count:
+        return None
+    steps = "1 step is" if count == 1 else f"{count} steps are"
+    saved = "; the model was saved at the end" if _is_saved(folder) else ""
+    return f"{steps} finished in {folder}{saved}"
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (MODEL_NAME, INDEX_NAME))
 
 
 def clear_leftovers(folder: Path) -> tuple[Path, ...]:

@@ -238,9 +238,7 @@ class Meeting:
         while not self.store.check(list(keys)):
             word = find_word(self.store)
             if word is not None:
-                raise PeerLostError(
-                    f"another rank has failed: {word}", where=f"the meeting at {self.place}"
-                )
+                raise PeerLostError(word.as_loss(), where=f"the meeting at {self.place}")
             if time.monotonic() >= end_s:
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 raise self._miss(missing, limit)

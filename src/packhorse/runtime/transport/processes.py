@@ -88,7 +88,7 @@ def explain_loss(
 ) -> PeerLostError:
     """Word a failed message with `peer`, or with all: why another rank ended, if it left word."""
     word = find_word(store)
-    what = "another rank is gone" if word is None else f"another rank has failed: {word}"
+    what = "another rank is gone" if word is None else word.as_loss()
     return PeerLostError(what, where=f"{where}: {str(error).partition(chr(10))[0]}", peer=peer)
 
 

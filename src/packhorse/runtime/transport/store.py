@@ -69,6 +69,10 @@ class Word:
     def __str__(self) -> str:
         return self.what if self.rank is None else f"rank {self.rank}: {self.what}"
 
+    def as_loss(self) -> str:
+        """What it means for those who wait for that rank."""
+        return str(self) if self.is_stop else f"another rank has failed: {self}"
+
 
 def leave_word(store: Store, word: Word) -> Word | None:
     """Say why the run ends, unless that was said before. Never fails.
