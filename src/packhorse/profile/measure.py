@@ -18,6 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor, fx
 
+from packhorse.graph.direct import make_direct
 from packhorse.graph.joint import BodyCode
 from packhorse.graph.trace import Traced
 from packhorse.machine.spec import Machine
@@ -116,13 +117,15 @@ def _measure_body(traced: Traced, body: BodyId) -> BodyTime:
         device = _device_of(code)
         generator = torch.Generator(device).manual_seed(0)
         arguments = _make_arguments(traced, block.id, code, generator)
-        keep_ns, results = _time(lambda: code.keep(*arguments.flat), device)
-        discard_ns, _ = _time(lambda: code.discard(*arguments.flat), device)
+        keep, discard = make_direct(code.keep), make_direct(code.discard)
+        keep_ns, results = _time(lambda: keep(*arguments.flat), device)
+        discard_ns, _ = _time(lambda: discard(*arguments.flat), device)
         backward_ns = 0
         backward = code.backward
         if backward is not None:
             flat = _backward_arguments(code, arguments, results, generator)
-            backward_ns, _ = _time(lambda: backward.first.graph(*flat), device)
+            first = make_direct(backward.first.graph)
+            backward_ns, _ = _time(lambda: first(*flat), device)
     return BodyTime(forward_ns=keep_ns, discard_ns=discard_ns, backward_ns=backward_ns)
 
 

@@ -11,10 +11,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from packhorse.errors import AuditError, MismatchError
 from packhorse.graph.code import BackwardCode, BackwardVariant, BodyCode, HalvesCode
+from packhorse.graph.direct import Direct, make_direct
 from packhorse.graph.liveness import HeapUse
 from packhorse.graph.trace import Traced
 from packhorse.model.parts import number_globally
@@ -80,6 +81,7 @@ class BodyRunner:
     ) -> None:
         self._room = room
         self._traced = traced
+        self._directs: dict[fx.GraphModule, Direct] = {}
         numbers = number_globally(traced.model)
         self._device = device
         self._unused = torch.empty(0, device=device)
@@ -119,10 +121,10 @@ class BodyRunner:
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
         with self._room(task, code.costs.forward_heap):
             if key is None:
-                results = code.evaluate.forward(*arguments)
+                results = self._direct(code.evaluate)(*arguments)
             else:
                 graph = code.keep if keeps else code.discard
-                results = graph.forward(*arguments, *self._noise(block.id, code, key))
+                results = self._direct(graph)(*arguments, *self._noise(block.id, code, key))
         written: dict[BufferId, Payload] = {
             value_id(name, task.microbatch): (tensor,)
             for name, tensor in zip(block.outputs, results[: code.num_outputs], strict=True)
@@ -138,7 +140,7 @@ class BodyRunner:
         block, code = self._block(task.block)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
         with self._room(task, code.costs.forward_heap):
-            results = code.keep.forward(*arguments, *self._noise(block.id, code, key))
+            results = self._direct(code.keep)(*arguments, *self._noise(block.id, code, key))
         return {saved_id(task.block, task.microbatch): tuple(results[code.num_outputs :])}
 
     def backward(self, task: BackwardTask, visible: Visible) -> dict[BufferId, Payload]:
@@ -207,8 +209,7 @@ class BodyRunner:
         variant = _choose_variant(block, own.sums, backward, task)
         sums = self._find_sums(block, variant, task, visible)
         arguments = self._backward_arguments(block, backward, variant, sums, task, visible)
-        # The graph's own function: a module's call looks for hooks, which graphs do not have.
-        results = variant.graph.forward(*given, *arguments)
+        results = self._direct(variant.graph)(*given, *arguments)
         self._end_sums(block, sums, task)
         names = [value_grad_id(own.inputs[i], task.microbatch) for i in backward.input_grads]
         names += [
@@ -252,6 +253,13 @@ class BodyRunner:
             if not set(own.grad_chunks[index]).isdisjoint(task.writes):
                 _require(own.grad_chunks[index], task.writes, block)
                 own.sinks[index].add_(tensor)
+
+    def _direct(self, graph: fx.GraphModule) -> Direct:
+        """What runs a graph of the traced model, which lives as long as this."""
+        found = self._directs.get(graph)
+        if found is None:
+            found = self._directs[graph] = make_direct(graph)
+        return found
 
     def _block(self, index: int) -> tuple[Block, BodyCode]:
         block = self._traced.model.blocks[index]

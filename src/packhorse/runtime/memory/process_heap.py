@@ -125,13 +125,13 @@ class ProcessHeap:
             return
         place = object()
         with self._lock:
-            most_bytes = self._make_room(self._limit_bytes, place, task, use)
-            held_bytes = self._held_bytes()
-            self._taking[place] = _Taking(held_bytes, most_bytes)
+            taking = self._make_room(self._limit_bytes, place, task, use)
+            self._taking[place] = taking
             # Counting blocks takes a walk over all that are free, for which there is a reason only
             # where room may soon be short.
             before_bytes: int | None = None
-            if use is not None and held_bytes + _NEAR * most_bytes > self._limit_bytes:
+            near_bytes = taking.held_bytes + _NEAR * taking.size_bytes
+            if use is not None and near_bytes > self._limit_bytes:
                 before_bytes = self._unmapped_bytes()
         try:
             yield
@@ -143,28 +143,30 @@ class ProcessHeap:
                     self._growth_bytes[type(task), use] = max(0, grown_bytes)
                 self._keep_again(place)
 
-    def _make_room(self, limit_bytes: int, place: object, task: Task, use: HeapUse | None) -> int:
+    def _make_room(
+        self, limit_bytes: int, place: object, task: Task, use: HeapUse | None
+    ) -> _Taking:
         """Give back what has to go; returns what the task may take."""
         held_bytes, most_bytes = self._held_bytes(), self._body_bytes(task)
         beside_bytes = self._beside_bytes(held_bytes)
         if self._mode == "map" or self._mapped_for or use is None:
             if held_bytes + most_bytes + beside_bytes <= limit_bytes:
-                return most_bytes
+                return _Taking(held_bytes, most_bytes)
             if self._mode == "map" and held_bytes < self._repeat_bytes:
-                return most_bytes
+                return _Taking(held_bytes, most_bytes)
         else:
             small_bytes = max(use.small_bytes, most_bytes - use.large_bytes)
             new_bytes = small_bytes + small_bytes // _WASTED
             most_bytes = use.large_bytes + new_bytes
             if held_bytes + most_bytes + beside_bytes <= limit_bytes:
-                return most_bytes
+                return _Taking(held_bytes, most_bytes)
             # What such a body found in the heap the last time it may find again.
             known_bytes = self._growth_bytes.get((type(task), use))
             if known_bytes is not None:
                 new_bytes = max(known_bytes, new_bytes - self._unused_bytes() // _USABLE)
                 likely_bytes = use.large_bytes + new_bytes
                 if held_bytes + likely_bytes + beside_bytes <= limit_bytes:
-                    return likely_bytes
+                    return _Taking(held_bytes, likely_bytes)
         trim_heap()
         held_bytes = self._held_bytes()
         self._tight_bytes = self._beyond_blocks_bytes()
@@ -172,8 +174,8 @@ class ProcessHeap:
         self._repeat_bytes = held_bytes + _REPEAT_BYTES
         if self._mode == "keep" and held_bytes + most_bytes + beside_bytes > limit_bytes:
             self._map(place)
-            return self._body_bytes(task)
-        return most_bytes
+            return _Taking(self._held_bytes(), self._body_bytes(task))
+        return _Taking(held_bytes, most_bytes)
 
     def _unused_bytes(self) -> int:
         """Pages that the heap holds beyond what lives in it: those that it got since they went."""
