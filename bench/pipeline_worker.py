@@ -2,8 +2,10 @@
 
 In: `python -m bench.pipeline_worker SPECIFICATION FOLDER` under torchrun. Out: FOLDER/RANK.json:
 for each way the wall and CPU time of every counted step, and for packhorse how long its compute
-lane was busy and every task took. Both compute with the same module, cut in the same places, in the
-same processes, one step each in turn.
+lane was busy and every task took. Both compute with the same module in the same processes, one step
+each in turn. Named schedules are cut into stages of as many blocks each on both sides; `planned` is
+what packhorse finds for itself, schedule and cuts, and `1f1b, cut by plan` is torch's 1F1B with the
+cuts that it finds for that.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -24,15 +27,27 @@ from torch.distributed import pipelining
 from torch.nn import functional
 
 from bench.planned import Subject, Ways, load_weights, trace_subject
-from bench.ranked import Ranked, lower_ranks, spread_blocks
+from bench.ranked import Ranked, Stages, lower_ranks, spread_blocks
 from packhorse.compiler.passes.exchange import find_channels
+from packhorse.graph.halving import halve_backwards
+from packhorse.machine.catalogue import load_known_machine
+from packhorse.machine.cluster import link_all
+from packhorse.machine.spec import PeerLink
 from packhorse.optim.optimizers import AdamW
+from packhorse.plan.spec import OptimizerPlan
+from packhorse.profile.files import format_profile, parse_profile
+from packhorse.profile.measure import measure_profile
+from packhorse.profile.spec import Profile
 from packhorse.program.program import Program
 from packhorse.program.tasks import Recv, Send, Task
 from packhorse.runtime.engine import Engine
 from packhorse.runtime.transport.processes import ProcessTransport
 from packhorse.schedule.costs import even_costs
 from packhorse.schedule.families import make_named
+from packhorse.schedule.finding import NAMES
+from packhorse.schedule.spec import Schedule
+from packhorse.search.pipeline import find_pipeline
+from packhorse.search.ranks import RankSpec
 from packhorse.timeline.spec import Timeline
 
 LEARNING_RATE: Final = 1e-4
@@ -44,6 +59,14 @@ THEIRS: Final[Mapping[str, str]] = {
     "zb1p": "ScheduleInterleavedZeroBubble",
     "zbv": "ScheduleZBVZeroBubble",
 }
+NUM_RANKS: Final = 2
+PLANNED: Final = "planned"
+CUT_BY_PLAN: Final = "1f1b, cut by plan"
+MACHINE: Final = replace(load_known_machine("laptop-16gb"), num_threads=1)
+# What a message between two processes of one computer takes here, as `packhorse probe` finds it.
+LINK: Final = PeerLink(peer=0, bytes_per_s=1e9, latency_ns=50_000)
+PROFILE_S: Final = 60.0
+ROOMY_BYTES: Final = 1 << 40
 
 Step = Callable[[int], None]
 
@@ -58,6 +81,15 @@ class Shape:
     rows: int
     length: int
     num_microbatches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A schedule with its name, and the blocks of its stages."""
+
+    name: str
+    schedule: Schedule
+    stages: Stages
 
 
 class Layer(nn.Module):
@@ -133,14 +165,12 @@ def make_batch(shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
 class Ours:
     """A step under packhorse."""
 
-    def __init__(self, shape: Shape, family: str, store: dist.Store, scratch: Path) -> None:
-        torch.manual_seed(0)
-        tokens, labels = make_batch(shape, 0)
-        feed = {"input_ids": tokens[: shape.rows], "labels": labels[: shape.rows]}
+    def __init__(
+        self, subject: Subject, shape: Shape, cut: Cut, store: dist.Store, scratch: Path
+    ) -> None:
         self._shape = shape
-        subject = trace_subject(Decoder(shape), feed, AdamW(lr=LEARNING_RATE))
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        self.ranked = lower(subject, shape, family, num_ranks)
+        rank = dist.get_rank()
+        self.ranked = lower(subject, shape, cut)
         part = self.ranked.parts[rank]
         self.engine = Engine(
             traced=part,
@@ -174,13 +204,42 @@ class Ours:
         self.timelines.append(result.timeline)
 
 
-def lower(subject: Subject, shape: Shape, family: str, num_ranks: int) -> Ranked:
+def trace(shape: Shape) -> Subject:
+    """Trace the decoder, its backwards whole and in halves."""
+    torch.manual_seed(0)
+    tokens, labels = make_batch(shape, 0)
+    feed = {"input_ids": tokens[: shape.rows], "labels": labels[: shape.rows]}
+    subject = trace_subject(Decoder(shape), feed, AdamW(lr=LEARNING_RATE))
+    return replace(subject, traced=halve_backwards(subject.traced))
+
+
+def choose_cut(subject: Subject, shape: Shape, name: str, profile: Profile) -> Cut:
+    """A named schedule with even cuts; or what packhorse chooses by the profile."""
+    model = subject.traced.model
+    if name not in (PLANNED, CUT_BY_PLAN):
+        schedule = make_named(name, NUM_RANKS, shape.num_microbatches, even_costs(NUM_RANKS))
+        return Cut(name=name, schedule=schedule, stages=spread_blocks(model, schedule.num_stages))
+    pipeline = find_pipeline(
+        model,
+        [RankSpec(profile=profile, budget_bytes=ROOMY_BYTES)] * NUM_RANKS,
+        link_all(NUM_RANKS, LINK),
+        num_microbatches=shape.num_microbatches,
+        optimizer=OptimizerPlan(
+            name="adamw", states=subject.optimizer.state_names, master=False, clips=False
+        ),
+        names=NAMES if name == PLANNED else ("1f1b",),
+    )
+    ids = [block.id for block in model.blocks]
+    stages = [ids[first:last] for first, last in pairwise(pipeline.bounds.value)]
+    return Cut(name=pipeline.schedule_name.value, schedule=pipeline.schedule, stages=stages)
+
+
+def lower(subject: Subject, shape: Shape, cut: Cut) -> Ranked:
     """Lower and verify all ranks' programs."""
-    schedule = make_named(family, num_ranks, shape.num_microbatches, even_costs(num_ranks))
     return lower_ranks(
         subject,
-        schedule,
-        spread_blocks(subject.traced.model, schedule.num_stages),
+        cut.schedule,
+        cut.stages,
         [Ways(chunk_bytes=1 << 24)],
         num_microbatches=shape.num_microbatches,
         clips=False,
@@ -188,9 +247,13 @@ def lower(subject: Subject, shape: Shape, family: str, num_ranks: int) -> Ranked
 
 
 class Theirs:
-    """A step under torch.distributed.pipelining; it tells the global norm, as packhorse does."""
+    """A step under torch.distributed.pipelining; it tells the global norm, as packhorse does.
 
-    def __init__(self, shape: Shape, family: str) -> None:
+    Args:
+        stages: where the model is cut; None: into stages of as many blocks each.
+    """
+
+    def __init__(self, shape: Shape, family: str, stages: Stages | None = None) -> None:
         torch.manual_seed(0)
         self._shape = shape
         decoder = Decoder(shape)
@@ -199,18 +262,20 @@ class Theirs:
         num_stages = per_rank * num_ranks
         num_blocks = shape.num_layers + 2
         bounds = [num_blocks * at // num_stages for at in range(num_stages + 1)]
+        if stages is not None:
+            bounds = [0, *accumulate(map(len, stages))]
         if family == "zbv":
             own = [rank, num_stages - 1 - rank]
         else:
             own = list(range(rank, num_stages, num_ranks))
         modules = [Stage(decoder, range(bounds[at], bounds[at + 1])) for at in own]
-        stages = [
+        parts = [
             pipelining.PipelineStage(module, at, num_stages, torch.device("cpu"))
             for module, at in zip(modules, own, strict=True)
         ]
         made: Any = getattr(pipelining, THEIRS[family])  # Any: one of several classes
         self._schedule = made(
-            stages[0] if per_rank == 1 else stages, shape.num_microbatches, loss_fn=mean_loss
+            parts[0] if per_rank == 1 else parts, shape.num_microbatches, loss_fn=mean_loss
         )
         self._parameters = [p for module in modules for p in module.parameters()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, fused=True)
@@ -232,6 +297,16 @@ class Theirs:
         self.norm = float(squares.sqrt())
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+
+def share_profile(subject: Subject) -> Profile:
+    """Measure the blocks on rank 0, while the other one waits, and give that to both."""
+    told: list[str | None] = [None]
+    if not dist.get_rank():
+        told = [format_profile(measure_profile(subject.traced, MACHINE, limit_s=PROFILE_S).profile)]
+    dist.broadcast_object_list(told)
+    assert told[0] is not None
+    return parse_profile(told[0], where="rank 0")
 
 
 def time_steps(ways: Mapping[str, Step], num_steps: int) -> dict[str, list[dict[str, int]]]:
@@ -276,8 +351,14 @@ def main(specification: str, folder: str) -> None:
     shape = Shape(**found["shape"])
     scratch = Path(folder) / f"scratch-{rank}"
     scratch.mkdir(exist_ok=True)
-    ours = {name: Ours(shape, name, store, scratch) for name in found["ours"]}
+    subject = trace(shape)
+    profile = share_profile(subject)
+    cuts = {
+        name: choose_cut(subject, shape, name, profile) for name in (*found["ours"], CUT_BY_PLAN)
+    }
+    ours = {name: Ours(subject, shape, cuts[name], store, scratch) for name in found["ours"]}
     theirs = {name: Theirs(shape, name) for name in found["theirs"]}
+    theirs[CUT_BY_PLAN] = Theirs(shape, "1f1b", cuts[CUT_BY_PLAN].stages)
     ways: dict[str, Step] = {f"packhorse {name}": each.step for name, each in ours.items()}
     ways |= {f"torch {name}": each.step for name, each in theirs.items()}
     taken = time_steps(ways, found["num_steps"])
@@ -289,7 +370,12 @@ def main(specification: str, folder: str) -> None:
         }
         for name, each in ours.items()
     }
-    answer = {"taken": taken, "told": told}
+    answer = {
+        "taken": taken,
+        "told": told,
+        "profile": format_profile(profile),
+        "planned": cuts[PLANNED].name,
+    }
     (Path(folder) / f"{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
     dist.barrier()
     for each in ours.values():

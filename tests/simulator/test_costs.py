@@ -175,14 +175,14 @@ def test_halves_share_the_time_of_the_whole_backward():
             found.duration_ns(run_block(kind, block=block)) - TASK_NS
             for kind in (InputGrad, WeightGrad)
         )
-        assert first + second == 2000
+        assert first + second == 2100  # 5 % more than the whole one
         assert 500 < first < 1500
     # Nothing flows below the first block: its second half is its backward.
     assert found.duration_ns(run_block(WeightGrad, block=0)) == TASK_NS + 2000
     later = run_block(WeightGrad, reads=("grad/0",), writes=("grad/0",))
     adding_ns = -(-3 * LAYER_ELEMENTS * 4 // 10)
     first = found.duration_ns(run_block(InputGrad))
-    assert first + found.duration_ns(later) == 2 * TASK_NS + 2000 + adding_ns
+    assert first + found.duration_ns(later) == 2 * TASK_NS + 2100 + adding_ns
 
 
 @pytest.mark.parametrize(

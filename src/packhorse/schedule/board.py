@@ -42,7 +42,7 @@ class Board:
             *(cost.forward_ns for cost in self.stages),
             *(cost.backward_ns for cost in self.stages),
             *(cost.input_grad_ns for cost in self.stages),
-            *(cost.weight_grad_ns for cost in self.stages),
+            *(cost.weight_half_ns for cost in self.stages),
         )
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ class Cost:
     """What one microbatch costs in one stretch of the model.
 
     `saved_bytes` are held from the start of its Forward to the end of its Backward or WeightGrad.
-    `reduce_ns` is what summing the gradients over all replicas takes, once a step.
+    `reduce_ns` is what summing the gradients over all replicas takes, once a step. `split_ns` is
+    what a backward in halves takes on top of the whole one; it is part of the weight half.
     """
 
     forward_ns: int
@@ -30,11 +31,17 @@ class Cost:
     weight_grad_ns: int
     saved_bytes: int
     reduce_ns: int = 0
+    split_ns: int = 0
 
     @property
     def backward_ns(self) -> int:
-        """Both halves of the backward."""
+        """The whole backward."""
         return self.input_grad_ns + self.weight_grad_ns
+
+    @property
+    def weight_half_ns(self) -> int:
+        """The weight half where it runs for itself."""
+        return self.weight_grad_ns + self.split_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +76,18 @@ class Costs:
             _cut_column((part.weight_grad_ns for part in self.parts), num_stages),
             _cut_column((part.saved_bytes for part in self.parts), num_stages),
             _cut_column((part.reduce_ns for part in self.parts), num_stages),
+            _cut_column((part.split_ns for part in self.parts), num_stages),
         )
         return tuple(
             Cost(
-                forward_ns=f, input_grad_ns=i, weight_grad_ns=w, saved_bytes=saved, reduce_ns=reduce
+                forward_ns=f,
+                input_grad_ns=i,
+                weight_grad_ns=w,
+                saved_bytes=saved,
+                reduce_ns=reduce,
+                split_ns=split,
             )
-            for f, i, w, saved, reduce in zip(*columns, strict=True)
+            for f, i, w, saved, reduce, split in zip(*columns, strict=True)
         )
 
     def cross(self, num_stages: int) -> tuple[Crossing, ...]:

@@ -110,7 +110,7 @@ def duration_of(task: Task, cost: Cost) -> int:
         case InputGrad():
             return cost.input_grad_ns
         case WeightGrad():
-            return cost.weight_grad_ns
+            return cost.weight_half_ns
 
 
 def time_schedule(schedule: Schedule, costs: Costs) -> Timing:

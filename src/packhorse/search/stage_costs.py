@@ -8,6 +8,7 @@ goes first. What messages take of the cores is part of what is computed beside t
 
 from __future__ import annotations
 
+from packhorse.profile.analytic import estimate_split_ns
 from packhorse.schedule.costs import Cost, Costs, Crossing
 from packhorse.schedule.spec import Schedule
 from packhorse.search.block_times import BlockTime
@@ -46,6 +47,7 @@ def _cost_stage(cutter: Cutter, loads: Loads, cuts: StageCuts, stage: int) -> Co
         input_grad_ns=gradient_ns + sum(map(_back_ns, times, again)),
         weight_grad_ns=sum(each.weight_grad_ns for each in times),
         saved_bytes=int(saved_bytes),
+        split_ns=sum(estimate_split_ns(each.input_grad_ns, each.weight_grad_ns) for each in times),
     )
 
 

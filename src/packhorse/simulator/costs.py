@@ -28,7 +28,7 @@ from typing import Final, Literal, Protocol, assert_never
 from packhorse.errors import InputError, MismatchError
 from packhorse.machine.spec import Link, Machine, PeerLink, TierName
 from packhorse.model.spec import ITEM_BYTES, BlockId, BodyId, Model
-from packhorse.profile.analytic import estimate_input_share
+from packhorse.profile.analytic import estimate_input_share, estimate_split_ns
 from packhorse.profile.spec import BodyTime, Profile
 from packhorse.program.buffers import NORM, BufferId
 from packhorse.program.lanes import has_transfers
@@ -188,8 +188,12 @@ class TaskCosts:
             case InputGrad():
                 return TASK_NS + self._heaped(self._input_ns(task.block))
             case WeightGrad():
-                whole_ns = self._body_time(task.block).backward_ns
-                rest_ns = whole_ns - self._input_ns(task.block)
+                whole_ns, input_ns = (
+                    self._body_time(task.block).backward_ns,
+                    self._input_ns(task.block),
+                )
+                rest_ns = whole_ns - input_ns
+                rest_ns += estimate_split_ns(input_ns, rest_ns)
                 return TASK_NS + self._heaped(rest_ns) + self._gradients_ns(task)
             case Update():
                 return TASK_NS + self._update_ns(task)
