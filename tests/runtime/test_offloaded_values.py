@@ -31,6 +31,7 @@ from packhorse.program.program import Program
 from packhorse.program.tasks import Copy
 from packhorse.runtime.disk_places import find_places, find_turns
 from packhorse.runtime.saved_values import map_parts, own_tensors, put_together, take_apart
+from packhorse.storage.extents import align_up
 from packhorse.storage.mapping import PAGE_BYTES
 from packhorse.units import KIB
 from packhorse.verifier.rules import verify_program
@@ -160,10 +161,13 @@ def test_the_file_is_as_large_as_the_disk_is_full(order, tmp_path: Path) -> None
 
 def test_what_comes_back_from_the_disk_lies_where_the_disk_reads_to() -> None:
     sizes = (3 * PAGE_BYTES * 16 + 5, 100, 0, 64 * KIB)
-    parts = map_parts(SavedLayout(places=(0, 1, 2, 3), sizes_bytes=sizes))
+    whole, parts = map_parts(SavedLayout(places=(0, 1, 2, 3), sizes_bytes=sizes))
     assert tuple(part.untyped_storage().nbytes() for part in parts) == sizes
-    assert [part.data_ptr() % PAGE_BYTES for part in (parts[0], parts[3])] == [0, 0]
+    starts = [part.data_ptr() - whole.data_ptr() for part in parts if part.numel()]
+    assert starts == [0, align_up(sizes[0]), align_up(sizes[0]) + PAGE_BYTES]
+    assert whole.data_ptr() % PAGE_BYTES == 0
+    assert whole.numel() == starts[-1] + 64 * KIB
     tensor = torch.empty(0, dtype=torch.float32).set_(parts[3].untyped_storage(), 0, (16 * KIB,))
     parts[3].fill_(0)
-    del parts  # the tensor over them holds its bytes
+    del whole, parts  # the tensor over them holds its bytes
     assert not tensor.any()

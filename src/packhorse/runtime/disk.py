@@ -199,11 +199,11 @@ class DiskTier:
         self._file.write_from(address, extent.offset_bytes, extent.size_bytes)
         self._slots.wrote(buffer, slot, mark_pages(address, extent.size_bytes))
 
-    def read_part(self, buffer: BufferId, index: int, address: int) -> None:
-        """Read a part of a buffer to an address; blocks until it is there."""
+    def read_parts(self, buffer: BufferId, address: int, size_bytes: int) -> None:
+        """Read all parts of a buffer to an address, each from a page on; blocks until then."""
         assert self._file is not None
-        offset_bytes, size_bytes = self._find_part(buffer, index)
         if size_bytes:
+            offset_bytes, _ = self._find_part(buffer, 0)
             self._file.read_into(address, offset_bytes, size_bytes)
 
     def write_part(self, buffer: BufferId, index: int, address: int) -> None:

@@ -135,9 +135,8 @@ class Payloads:
     def _move_saved(self, task: Copy, source: Payload, layout: SavedLayout) -> Payload:
         """Copy the storages that a buffer owns, each once, and lay its tensors over the copies."""
         if task.source == "disk":
-            parts = map_parts(layout)
-            for index, part in enumerate(parts):
-                self._disk.read_part(task.buffer, index, part.data_ptr())
+            whole, parts = map_parts(layout)
+            self._disk.read_parts(task.buffer, whole.data_ptr(), whole.numel())
             parts = tuple(part.to(self._devices[task.target]) for part in parts)
             return put_together(source, layout, parts)
         parts = take_apart(task.buffer, source, layout)

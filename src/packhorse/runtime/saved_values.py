@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from packhorse.errors import AuditError
 from packhorse.graph.code import SavedLayout
 from packhorse.graph.trace import Traced
 from packhorse.program.buffers import Buffer, BufferId
-from packhorse.units import KIB
+from packhorse.storage.extents import align_up
 
 Payload = tuple[Tensor, ...]
-
-_MAP_FROM_BYTES: Final = 64 * KIB
 
 
 def find_saved_layouts(traced: Traced, buffers: Iterable[Buffer]) -> Mapping[BufferId, SavedLayout]:
@@ -77,22 +75,27 @@ def empty_parts(layout: SavedLayout, device: torch.device) -> tuple[Tensor, ...]
     return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in layout.sizes_bytes)
 
 
-def map_parts(layout: SavedLayout) -> tuple[Tensor, ...]:
-    """Bytes for each storage in memory, at addresses that a disk reads to without a detour.
+def map_parts(layout: SavedLayout) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Bytes for all storages in memory, one behind the other as they lie on the disk, and for each.
 
-    Pages come as they are written and go with the last tensor over them.
+    So a disk reads them at once, without a detour. Pages come as they are written and go with the
+    last tensor over any of them.
     """
-    return tuple(_map_bytes(size) for size in layout.sizes_bytes)
-
-
-def _map_bytes(size_bytes: int) -> Tensor:
-    if size_bytes < _MAP_FROM_BYTES:
-        return torch.empty(size_bytes, dtype=torch.uint8)
-    made = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    ends = [0, *accumulate(map(align_up, layout.sizes_bytes))]
+    if not ends[-1]:
+        return torch.empty(0, dtype=torch.uint8), empty_parts(layout, torch.device("cpu"))
+    made = mmap.mmap(-1, ends[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Small pages would be made, cleared and given back one by one, which takes longer than a drive
     # reads.
     made.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(made, dtype=torch.uint8)
+    whole = torch.frombuffer(made, dtype=torch.uint8)
+    parts = (
+        torch.frombuffer(made, dtype=torch.uint8, offset=start, count=size)
+        if size
+        else torch.empty(0, dtype=torch.uint8)
+        for start, size in zip(ends, layout.sizes_bytes, strict=False)
+    )
+    return whole, tuple(parts)
 
 
 def _view(tensor: Tensor, part: Tensor) -> Tensor:
