@@ -46,7 +46,7 @@ BOTH: Final = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved", "
 OURS: Final = (*BOTH, PLANNED)
 THEIRS: Final = (*BOTH.values(), "zb1p")
 NUM_STEPS: Final = 10
-QUICK_STEPS: Final = 4
+NUM_QUICK_STEPS: Final = 4
 LIMIT: Final = 1.0
 MAX_IDLE_POINTS: Final = 0.03
 MAX_STEP_OFF: Final = 0.1
@@ -82,7 +82,9 @@ def measure(bench: Bench) -> None:
                 num_microbatches=count,
             )
             bench.say(f"{name}, {count} micro-batches")
-            told = run_ranks(shape, options.steps or (QUICK_STEPS if bench.quick else NUM_STEPS))
+            told = run_ranks(
+                shape, options.steps or (NUM_QUICK_STEPS if bench.quick else NUM_STEPS)
+            )
             bench.add(f"{name}, {count} micro-batches of 1 x 128 tokens", list_steps(told))
             predicted = simulate_told(shape, told)
             bench.add(f"{name}, {count} micro-batches: idle time", list_idle(told, predicted))

@@ -63,7 +63,7 @@ NUM_RANKS: Final = 2
 PLANNED: Final = "planned"
 CUT_BY_PLAN: Final = "1f1b, cut by plan"
 MACHINE: Final = replace(load_known_machine("laptop-16gb"), num_threads=1)
-# What a message between two processes of one computer takes here, as `packhorse probe` finds it.
+# About what a message between two processes of one computer takes.
 LINK: Final = PeerLink(peer=0, bytes_per_s=1e9, latency_ns=50_000)
 PROFILE_S: Final = 60.0
 ROOMY_BYTES: Final = 1 << 40

@@ -62,7 +62,6 @@ def test_a_busy_machine_is_said_in_one_line_with_what_to_do():
         " is idle, measure again: packhorse probe --fresh"
     )
     assert "many times too long" in str(say_busy(1.0, what="blocks", fix=fix))
-    for share in (0.5, 1.0):
-        known = str(say_busy(share, what="blocks", fix=fix, slowdown=60.7))
-        assert "60.7 x or more too long" in known
-    assert "2.0 x or more" in str(say_busy(0.5, what="blocks", fix=fix, slowdown=1.3))
+    known = str(say_busy(1.0, what="blocks", fix=fix, slowdown=60.7))
+    assert "(they took 60.7 x what the machine's rates give), so forecasts may be many" in known
+    assert "they took" not in str(say_busy(0.5, what="blocks", fix=fix, slowdown=1.3))

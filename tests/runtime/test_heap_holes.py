@@ -12,6 +12,7 @@ from packhorse.graph.liveness import HeapUse
 from packhorse.program.buffers import Buffer, BufferId, Layout, Pool, PoolId, saved_id
 from packhorse.program.program import Program
 from packhorse.program.tasks import Copy, Forward
+from packhorse.runtime.memory import process_heap
 from packhorse.runtime.memory.heap import (
     count_live_blocks,
     open_holes,
@@ -192,6 +193,56 @@ def test_a_body_that_made_the_heap_grow_counts_as_if_it_did_again(libc: ctypes.C
     heap.close()
 
 
+def test_blocks_are_counted_only_where_room_may_be_short(
+    libc: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+
+    def count() -> object:
+        counted.append(1)
+        return count_live_blocks()
+
+    heap = ProcessHeap("keep", [Pool(id=PoolId("heap"), tier="device", capacity_bytes=72 * MIB)])
+    monkeypatch.setattr(process_heap, "count_live_blocks", count)
+    make_room(heap, make_forward(8 * MIB))  # four times as much is there
+    assert not counted
+    make_room(heap, make_forward(24 * MIB))
+    assert counted
+    heap.close()
+
+
+def test_a_body_that_grows_where_room_is_short_is_not_let_in_again(libc: ctypes.CDLL) -> None:
+    granted = Pool(id=PoolId("heap"), tier="device", capacity_bytes=72 * MIB)
+    heap = ProcessHeap("keep", [granted])
+    before = resident_bytes()
+    task, use = make_forward(12 * MIB), HeapUse(large_bytes=0, small_bytes=12 * MIB)
+
+    def fill_and_free(count: int) -> int:
+        blocks = [libc.malloc(4 * MIB) for _ in range(count)]
+        fence = libc.malloc(128 * KIB)
+        for block in blocks:
+            ctypes.memset(block, 1, 4 * MIB)
+            libc.free(block)
+        return fence
+
+    fences = [fill_and_free(8)]
+    with heap.room(task, use):  # known to find all that it takes
+        pass
+    fences.append(fill_and_free(13))
+    with heap.room(task, use):
+        assert resident_bytes() - before > 50 * MIB
+        beside = mmap.mmap(-1, 8 * MIB)  # this time it does not
+        for offset in range(0, 8 * MIB, mmap.PAGESIZE):
+            beside[offset] = 1
+    assert resident_bytes() - before > 58 * MIB
+    with heap.room(task, use):
+        assert resident_bytes() - before < 20 * MIB
+    for fence in fences:
+        libc.free(fence)
+    beside.close()
+    heap.close()
+
+
 def test_live_blocks_are_counted_where_they_lie(libc: ctypes.CDLL) -> None:
     set_heap_mode("keep")
     sealed = seal_holes("keep")
@@ -298,6 +349,26 @@ def test_pages_of_small_blocks_stay_beside_large_ones(libc: ctypes.CDLL) -> None
     assert resident_bytes() - before > 12 * MIB
     make_room(heap, make_forward(30 * MIB), large_bytes=24 * MIB, small_bytes=20 * MIB)
     assert resident_bytes() - before < 4 * MIB
+    libc.free(fence)
+    heap.close()
+
+
+def test_what_a_lane_has_taken_is_no_progress_of_another(libc: ctypes.CDLL) -> None:
+    program, saved = make_saved_program(24 * MIB)
+    fetch = Copy(buffer=saved, source="disk", target="device")
+    trim_heap()
+    heap = ProcessHeap("keep", program.pools, [program], resident_bytes() + 84 * MIB)
+    before = resident_bytes()
+    fence = keep_free_pages(libc)
+    with heap.room(make_forward(16 * MIB), HeapUse(large_bytes=0, small_bytes=16 * MIB)):
+        with heap.room(fetch):
+            came = mmap.mmap(-1, 24 * MIB)
+            for offset in range(0, 24 * MIB, mmap.PAGESIZE):
+                came[offset] = 1
+        assert resident_bytes() - before > 36 * MIB
+        with heap.room(fetch):  # the body is still to take all that it may
+            assert resident_bytes() - before < 28 * MIB
+    came.close()
     libc.free(fence)
     heap.close()
 

@@ -25,6 +25,7 @@ from bench.zoo import ZOO, build_model, make_optimizer_words, make_steps
 from packhorse.compiler.lower import lower_plan
 from packhorse.errors import AuditError
 from packhorse.graph.code import SavedLayout
+from packhorse.machine.process_memory import resident_bytes
 from packhorse.optim.optimizers import AdamW
 from packhorse.program.buffers import BufferId
 from packhorse.program.program import Program
@@ -33,7 +34,7 @@ from packhorse.runtime.disk_places import find_places, find_turns
 from packhorse.runtime.saved_values import map_parts, own_tensors, put_together, take_apart
 from packhorse.storage.extents import align_up
 from packhorse.storage.mapping import PAGE_BYTES
-from packhorse.units import KIB
+from packhorse.units import KIB, MIB
 from packhorse.verifier.rules import verify_program
 
 ALL = Ways(activations=("offload",), tied_sum="per_step")
@@ -168,6 +169,32 @@ def test_what_comes_back_from_the_disk_lies_where_the_disk_reads_to() -> None:
     assert whole.data_ptr() % PAGE_BYTES == 0
     assert whole.numel() == starts[-1] + 64 * KIB
     tensor = torch.empty(0, dtype=torch.float32).set_(parts[3].untyped_storage(), 0, (16 * KIB,))
-    parts[3].fill_(0)
+    parts[3].fill_(3)
     del whole, parts  # the tensor over them holds its bytes
-    assert not tensor.any()
+    assert (tensor.view(torch.uint8) == 3).all()
+
+
+def drop_parts(layout: SavedLayout) -> list[int]:
+    """Resident bytes that go with the first part, a view over it and the rest."""
+    whole, (large, small, other) = map_parts(layout)
+    whole.fill_(1)
+    del whole
+    held = [resident_bytes()]
+    view = large[:3]
+    del large
+    held.append(resident_bytes())
+    del view
+    held.append(resident_bytes())
+    assert [int(each) for each in (small[0], other[0], other[-1])] == [1, 1, 1]
+    del small, other
+    held.append(resident_bytes())
+    return [held[0] - each for each in held[1:]]
+
+
+def test_pages_of_a_part_go_with_the_last_tensor_over_it() -> None:
+    layout = SavedLayout(places=(0, 1, 2), sizes_bytes=(16 * MIB, 5, 8 * MIB))
+    drop_parts(layout)  # code of libraries that runs for the first time is resident from then on
+    first, view, rest = drop_parts(layout)
+    assert abs(first) < MIB
+    assert abs(view - 16 * MIB) < MIB
+    assert abs(rest - 24 * MIB) < MIB

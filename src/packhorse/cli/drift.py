@@ -51,16 +51,23 @@ def machine_as_measured(machine: Machine, drifts: Sequence[LaneDrift]) -> Machin
     from packhorse.machine.rescale import RateFactors, rescale_machine
 
     factors = {drift.lane: drift.factor for drift in drifts}
-    return rescale_machine(
+    compute = factors.get("compute", 1.0)
+    rescaled = rescale_machine(
         machine,
         RateFactors(
             disk_read=factors.get("disk_read", 1.0),
             disk_write=factors.get("disk_write", 1.0),
-            compute=factors.get("compute", 1.0),
-            # Of the same cores: they slow down together, and the lane's time is that of both.
-            update=factors.get("compute", 1.0),
+            compute=compute,
         ),
     )
+    # Updates in the device run on the compute lane, whose time is that of both.
+    updates = tuple(
+        replace(each, parameters_per_s=each.parameters_per_s * compute)
+        if each.tier == "device"
+        else each
+        for each in rescaled.updates
+    )
+    return replace(rescaled, updates=updates)
 
 
 def _say_replanning(planned: Planned, drifts: Sequence[LaneDrift]) -> str:

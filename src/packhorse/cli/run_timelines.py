@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from packhorse.errors import FileFormatError
+
 if TYPE_CHECKING:
     from packhorse.report.compare import Difference
 
@@ -17,12 +19,16 @@ def say_unfinished(folder: Path) -> str | None:
     from packhorse.cli.companions import companion_path
     from packhorse.plan.files import PLAN_NAME
     from packhorse.report.run_files import read_run
-    from packhorse.trainer.run_folder import count_finished
+    from packhorse.trainer.run_folder import METRICS_NAME, count_finished
 
-    estimate = companion_path(folder / PLAN_NAME, "run")
-    if not estimate.is_file():
+    if not (folder / METRICS_NAME).is_file():
         return None
-    num_done, num_steps = count_finished(folder), read_run(estimate).num_steps
+    num_done = count_finished(folder)
+    try:
+        num_steps = read_run(companion_path(folder / PLAN_NAME, "run")).num_steps
+    except FileFormatError:
+        # It is beside the point here: whoever needs the estimate is told.
+        return None
     if num_done >= num_steps:
         return None
     return f"the run is not complete: {num_done} of {num_steps} steps are finished"

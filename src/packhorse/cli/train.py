@@ -67,7 +67,12 @@ def train_recipe(
     from packhorse.cli.planning import load_libraries
     from packhorse.cli.screen import Screen
     from packhorse.cli.seats import find_seat, spell_launcher
-    from packhorse.cli.train_ranks import TrainRequest, refuse_alone, train_seated
+    from packhorse.cli.train_ranks import (
+        TrainRequest,
+        note_finished,
+        refuse_alone,
+        train_seated,
+    )
     from packhorse.cli.training_summary import render_summary, say_where, summary_as_dict
     from packhorse.compiler.lower import lower_plan
     from packhorse.report.explain import plan_table
@@ -105,9 +110,8 @@ def train_recipe(
     loaded, beginning = request.loaded, request.beginning
     # A refusal should not come after minutes of planning.
     refuse_alone(machine, plan)
-    note = refuse_early(loaded.recipe.run_folder, beginning)
-    if note is not None:
-        screen.note(note)
+    refuse_early(loaded.recipe.run_folder, beginning)
+    note_finished(request, screen)
     with stop_at_once(), advise_as_typed(choice):
         baseline_bytes = load_libraries(screen)
         chosen = choose_machine(

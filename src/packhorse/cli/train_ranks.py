@@ -47,6 +47,17 @@ class TrainRequest:
     go_on: str
 
 
+def note_finished(request: TrainRequest, screen: Screen) -> None:
+    """Say how far the run is that goes on: a complete one need not be planned first to be known."""
+    from packhorse.trainer.run_folder import StartFresh, say_finished
+
+    if isinstance(request.beginning, StartFresh):
+        return
+    finished = say_finished(request.loaded.recipe.run_folder)
+    if finished is not None:
+        screen.note(finished)
+
+
 def refuse_alone(machine: str | None, plan: Path | None) -> None:
     """Refuse to train in one process by files of several ranks.
 
@@ -108,9 +119,8 @@ def train_on_ranks(request: TrainRequest, meeting: Meeting, ends: RankEnds, scre
     recipe = request.loaded.recipe
 
     def look() -> str:
-        note = refuse_early(recipe.run_folder, request.beginning)
-        if note is not None:
-            screen.note(note)
+        refuse_early(recipe.run_folder, request.beginning)
+        note_finished(request, screen)
         return ""
 
     ends.whereabouts.tell("comparing the ranks")

@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import Argument
 
 Direct = Callable[..., Sequence[Tensor]]
 
 _ATEN: Final = torch.ops.aten
-# By name, as methods of the first argument; the sizes of the first are spelled out.
+# Methods of the first argument by name; the sizes that these take are spelled one by one.
 _SIZED: Final[Mapping[object, str]] = {
     _ATEN.view.default: "view",
     _ATEN.permute.default: "permute",
@@ -54,7 +54,14 @@ _FUNCTIONS: Final[Mapping[object, Callable[..., object]]] = {
 
 
 def make_direct(module: fx.GraphModule) -> Direct:
-    """Make a function that does what a graph does; values go as soon as nothing needs them."""
+    """Make a function that does what a graph does; values go as soon as nothing needs them.
+
+    A graph that reads attributes or calls modules stays as it is.
+    """
+    if any(
+        node.op not in ("placeholder", "call_function", "output") for node in module.graph.nodes
+    ):
+        return module.forward
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     _shorten_views(graph)
@@ -69,11 +76,17 @@ def _shorten_views(graph: fx.Graph) -> None:
             continue
         if node.target is _ATEN.t.default:
             node.replace_all_uses_with(_first(inner))
-        elif node.target is _ATEN.view.default:
+        elif node.target is _ATEN.view.default and _is_contiguous(_first(inner)):
             node.args = (_first(inner), *node.args[1:])
     for node in reversed(graph.nodes):
         if not node.users and node.target in (_ATEN.t.default, _ATEN.view.default):
             graph.erase_node(node)
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    # Elsewhere a way around may leave other strides in lengths of one, and kernels look at strides.
+    value: object = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_contiguous()
 
 
 def _first(node: fx.Node) -> fx.Node:
@@ -139,8 +152,10 @@ class _Writer:
         if target is operator.getitem:
             return f"{self._spell(args[0])}[{self._spell(args[1])}]"
         is_of_tensor = bool(args) and isinstance(args[0], fx.Node | list | tuple)
-        if is_of_tensor and target in _SIZED and isinstance(args[1], list | tuple):
-            return f"{self._spell(args[0])}.{_SIZED[target]}({self._spell_all(args[1], node)})"
+        if is_of_tensor and target in _SIZED:
+            # Without a size there is nothing to spell: the empty list is the argument.
+            sizes = args[1] if isinstance(args[1], list | tuple) and args[1] else args[1:]
+            return f"{self._spell(args[0])}.{_SIZED[target]}({self._spell_all(sizes, node)})"
         if is_of_tensor and target in _METHODS:
             return f"{self._spell(args[0])}.{_METHODS[target]}({self._spell_all(args[1:], node)})"
         called = _FUNCTIONS.get(target, target) if is_of_tensor else target
@@ -157,12 +172,11 @@ class _Writer:
             return f"[{', '.join(map(self._spell, value))}]"
         if isinstance(value, tuple):
             return f"({''.join(f'{self._spell(each)}, ' for each in value)})"
+        if isinstance(value, slice):
+            ends = (value.start, value.stop, value.step)
+            return f"slice({', '.join(map(self._spell, ends))})"
         if value is None or isinstance(value, bool | int | str):
             return repr(value)
-        found: list[fx.Node] = []
-        map_arg(value, found.append)
-        if found:
-            raise TypeError(f"a value inside of a {type(value).__name__} cannot be spelled")
         return self._hold(value)
 
     def _hold(self, value: object) -> str:

@@ -24,7 +24,6 @@ BUSY_SHARE: Final = 0.1
 # The clocks tick a hundred times a second: over less nothing can be said.
 _LEAST_S: Final = 0.25
 _SURE_SHARE: Final = 0.9
-_MANY: Final = 10
 _OTHER: Final = ("idle", "iowait", "irq", "softirq", "guest", "guest_nice")
 
 
@@ -79,17 +78,16 @@ def say_busy(share: float, *, what: str, fix: str, slowdown: float = 1.0) -> str
         share: of the compute threads' time, taken by others meanwhile.
         what: what was measured, as `its rates`.
         fix: what to do once the machine is idle.
-        slowdown: how many times as long as it would have taken alone, where that is known. Threads
-            that wait for each other lose more than their share of time.
+        slowdown: how many times as long as the machine's rates give it took, where that is known:
+            threads that wait for each other lose more than their share of time.
     """
     if share < BUSY_SHARE:
         return None
     # Of a share near 1 nothing can be concluded but that it was too much.
-    is_sure = share <= _SURE_SHARE
-    least = max(slowdown, 1 / (1 - share)) if is_sure else slowdown
-    slow = f"{least:.1f} x or more" if is_sure or least >= _MANY else "many times"
+    slow = f"{1 / (1 - share):.1f} x or more" if share <= _SURE_SHARE else "many times"
+    told = f" (they took {slowdown:.1f} x what the machine's rates give)" if slowdown > 2 else ""
     return (
         f"the machine was busy while {what} were measured: other processes took"
-        f" {format_percent(share)} of the compute threads' time, so forecasts may be {slow} too"
-        f" long; when it is idle, {fix}"
+        f" {format_percent(share)} of the compute threads' time{told}, so forecasts may be {slow}"
+        f" too long; when it is idle, {fix}"
     )

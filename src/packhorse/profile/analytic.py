@@ -73,7 +73,8 @@ def find_slowdown(profile: Profile, model: Model, machine: Machine) -> float:
 def estimate_input_share(model: Model, machine: Machine, block: Block) -> float:
     """Estimate how much of the time of a block's backward its input half takes; 1 is all of it.
 
-    Halves do the same work as the whole, so a measured backward can be shared out by this.
+    Halves do the same work as the whole, so a measured backward can be shared out by this; what
+    cutting it costs comes on top (`estimate_split_ns`).
 
     Raises:
         InputError: as `estimate_profile`.

@@ -2,15 +2,16 @@
 
 In: a traced model, the machine (for the order of what is run, and for what there is no time to
 run), a limit of seconds. Out: a `Measurement`: a `Profile` with `source="measured"`, and which
-bodies were run. Always: a body runs once to warm up and then once or twice; its time is the
-smaller. Bodies that the time or the memory does not allow take the analytic estimate, multiplied
-by what the measured bodies needed of theirs.
+bodies were run. A body runs once to warm up and then twice, and its time is the smaller; one that
+there is less time for runs once. Bodies that the time or the memory does not allow take the
+analytic estimate, multiplied by what measured bodies of about their size needed of theirs.
 """
 
 from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -24,7 +25,7 @@ from packhorse.graph.trace import Traced
 from packhorse.machine.spec import Machine
 from packhorse.model.spec import BlockId, Body, BodyId, Model
 from packhorse.profile.analytic import estimate_profile
-from packhorse.profile.scaling import find_ratio, scale_time, total_ns
+from packhorse.profile.scaling import find_ratio, find_ratio_near, scale_time, total_ns
 from packhorse.profile.spec import BodyTime, Profile
 
 # Called before each body with its name, its index and the number of bodies.
@@ -33,7 +34,6 @@ Progress = Callable[[str, int, int], None]
 RUNS: Final = 2
 # A body is not begun unless it may take this much of the time that is left.
 _SHARE_OF_REST: Final = 0.8
-_RUNS_IN_ALL: Final = RUNS + 1
 _SCALE: Final = 0.02
 
 
@@ -66,17 +66,22 @@ def measure_profile(
     memory_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Run the distinct bodies of a model, cheapest first, with `machine.num_threads` threads.
+    """Run the distinct bodies of a model with `machine.num_threads` threads.
+
+    Those go first that a step spends the most time in. What is not run is estimated, and scaled by
+    what bodies of about its size took.
 
     Args:
-        limit_s: seconds in all; a body is begun only when its estimate fits into what is left.
+        limit_s: seconds in all; a body is begun only when its estimate fits into what is left. One
+            that could not run three times runs once.
         memory_bytes: bodies that hold more than this while they run are not run.
         progress: called before each body.
     """
     model = traced.model
     estimated = estimate_profile(model, machine).bodies
     deadline = time.monotonic() + limit_s
-    order = sorted(estimated, key=lambda body: total_ns(estimated[body]))
+    counts = Counter(block.body for block in model.blocks)
+    order = sorted(estimated, key=lambda body: -counts[body] * total_ns(estimated[body]))
     measured: dict[BodyId, BodyTime] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(machine.num_threads)
@@ -84,19 +89,22 @@ def measure_profile(
         for index, body in enumerate(order):
             rest_ns = (deadline - time.monotonic()) * 1e9 * _SHARE_OF_REST
             ratio = max(1.0, find_ratio(measured, estimated))
-            if total_ns(estimated[body]) * ratio * _RUNS_IN_ALL > rest_ns:
+            expected_ns = total_ns(estimated[body]) * ratio
+            if expected_ns > rest_ns:
                 continue
+            num_runs = RUNS if expected_ns * (RUNS + 1) <= rest_ns else 0
             if memory_bytes is not None and _peak_bytes(model, body) > memory_bytes:
                 continue
             if progress is not None:
                 progress(_name_of(model, body), index, len(order))
-            measured[body] = _measure_body(traced, body)
+            measured[body] = _measure_body(traced, body, num_runs)
             gc.collect()
     finally:
         torch.set_num_threads(threads)
-    ratio = find_ratio(measured, estimated)
     bodies = {
-        body: measured[body] if body in measured else scale_time(found, ratio)
+        body: measured[body]
+        if body in measured
+        else scale_time(found, find_ratio_near(found, measured, estimated))
         for body, found in estimated.items()
     }
     profile = Profile(
@@ -110,7 +118,7 @@ def measure_profile(
     return Measurement(profile=profile, num_measured=len(measured), num_bodies=len(bodies))
 
 
-def _measure_body(traced: Traced, body: BodyId) -> BodyTime:
+def _measure_body(traced: Traced, body: BodyId, num_runs: int) -> BodyTime:
     block = next(b for b in traced.model.blocks if b.body == body)
     code = traced.code[body]
     with torch.no_grad():
@@ -118,14 +126,14 @@ def _measure_body(traced: Traced, body: BodyId) -> BodyTime:
         generator = torch.Generator(device).manual_seed(0)
         arguments = _make_arguments(traced, block.id, code, generator)
         keep, discard = make_direct(code.keep), make_direct(code.discard)
-        keep_ns, results = _time(lambda: keep(*arguments.flat), device)
-        discard_ns, _ = _time(lambda: discard(*arguments.flat), device)
+        keep_ns, results = _time(lambda: keep(*arguments.flat), device, num_runs)
+        discard_ns, _ = _time(lambda: discard(*arguments.flat), device, num_runs)
         backward_ns = 0
         backward = code.backward
         if backward is not None:
             flat = _backward_arguments(code, arguments, results, generator)
             first = make_direct(backward.first.graph)
-            backward_ns, _ = _time(lambda: first(*flat), device)
+            backward_ns, _ = _time(lambda: first(*flat), device, num_runs)
     return BodyTime(forward_ns=keep_ns, discard_ns=discard_ns, backward_ns=backward_ns)
 
 
@@ -137,20 +145,26 @@ def _device_of(code: BodyCode) -> torch.device:
 
 
 def _time(
+    run: Callable[[], Sequence[Tensor]], device: torch.device, num_runs: int
+) -> tuple[int, Sequence[Tensor]]:
+    """Give the best of some runs after one that warms up; without any, what that one took."""
+    taken_ns, results = _run_once(run, device)
+    best_ns: int | None = None
+    for _ in range(num_runs):
+        del results
+        again_ns, results = _run_once(run, device)
+        best_ns = again_ns if best_ns is None else min(best_ns, again_ns)
+    return taken_ns if best_ns is None else best_ns, results
+
+
+def _run_once(
     run: Callable[[], Sequence[Tensor]], device: torch.device
 ) -> tuple[int, Sequence[Tensor]]:
+    _finish(device)
+    begin_ns = time.perf_counter_ns()
     results = run()
-    best_ns: int | None = None
-    for _ in range(RUNS):
-        del results
-        _finish(device)
-        begin_ns = time.perf_counter_ns()
-        results = run()
-        _finish(device)
-        taken_ns = time.perf_counter_ns() - begin_ns
-        best_ns = taken_ns if best_ns is None else min(best_ns, taken_ns)
-    assert best_ns is not None
-    return best_ns, results
+    _finish(device)
+    return time.perf_counter_ns() - begin_ns, results
 
 
 def _finish(device: torch.device) -> None:

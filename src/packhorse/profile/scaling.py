@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 from packhorse.model.spec import BodyId
 from packhorse.profile.spec import BodyTime, Profile
+
+_MUCH_SMALLER: Final = 10
 
 
 def scale_profile(measured: Profile, estimated_there: Profile, estimated_here: Profile) -> Profile:
@@ -36,6 +39,20 @@ def find_ratio(measured: Mapping[BodyId, BodyTime], estimated: Mapping[BodyId, B
     ran_ns = sum(total_ns(found) for found in measured.values())
     expected_ns = sum(total_ns(estimated[body]) for body in measured if body in estimated)
     return ran_ns / expected_ns if ran_ns and expected_ns else 1.0
+
+
+def find_ratio_near(
+    wanted: BodyTime, measured: Mapping[BodyId, BodyTime], estimated: Mapping[BodyId, BodyTime]
+) -> float:
+    """`find_ratio` of the measured bodies that are not much smaller than the wanted one.
+
+    A lookup in a table says nothing of matrix products: where only such were measured, it is 1.0.
+    """
+    least_ns = total_ns(wanted) / _MUCH_SMALLER
+    near = {
+        body: found for body, found in measured.items() if total_ns(estimated[body]) >= least_ns
+    }
+    return find_ratio(near, estimated)
 
 
 def scale_time(found: BodyTime, ratio: float) -> BodyTime:

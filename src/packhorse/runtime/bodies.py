@@ -119,12 +119,11 @@ class BodyRunner:
         block, code = self._block(task.block)
         keeps = saved_id(task.block, task.microbatch) in task.writes
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
+        graph = code.keep if keeps else code.discard
+        run = self._direct(code.evaluate if key is None else graph)
         with self._room(task, code.costs.forward_heap):
-            if key is None:
-                results = self._direct(code.evaluate)(*arguments)
-            else:
-                graph = code.keep if keeps else code.discard
-                results = self._direct(graph)(*arguments, *self._noise(block.id, code, key))
+            noise = () if key is None else self._noise(block.id, code, key)
+            results = run(*arguments, *noise)
         written: dict[BufferId, Payload] = {
             value_id(name, task.microbatch): (tensor,)
             for name, tensor in zip(block.outputs, results[: code.num_outputs], strict=True)
@@ -139,8 +138,9 @@ class BodyRunner:
         """Run a forward again for its saved values."""
         block, code = self._block(task.block)
         arguments = self._forward_arguments(block, task.microbatch, task.reads, visible)
+        run = self._direct(code.keep)
         with self._room(task, code.costs.forward_heap):
-            results = self._direct(code.keep)(*arguments, *self._noise(block.id, code, key))
+            results = run(*arguments, *self._noise(block.id, code, key))
         return {saved_id(task.block, task.microbatch): tuple(results[code.num_outputs :])}
 
     def backward(self, task: BackwardTask, visible: Visible) -> dict[BufferId, Payload]:
@@ -157,6 +157,7 @@ class BodyRunner:
         block, code = self._block(task.block)
         assert code.backward is not None, f"block {block.name} has no backward"
         saved = self._saved(block, code, task, visible)
+        self._choose(code.backward, task)
         with self._room(task, code.costs.backward_heap):
             return self._differentiate(code.backward, task, visible, saved)[0]
 
@@ -165,6 +166,7 @@ class BodyRunner:
         halves = self._halves(block)
         assert halves.input is not None, f"block {block.name} has no gradients of inputs"
         saved = self._saved(block, code, task, visible)
+        self._choose(halves.input, task)
         with self._room(task, halves.input_heap):
             written, stash = self._differentiate(halves.input, task, visible, saved)
         if halves.stash_bytes:
@@ -180,6 +182,7 @@ class BodyRunner:
         else:
             stash = stash_id(block.id, task.microbatch)
             given = _find_all(visible, stash, block) if halves.stash_bytes else ()
+        self._choose(halves.weight, task)
         with self._room(task, halves.weight_heap):
             return self._differentiate(halves.weight, task, visible, given)[0]
 
@@ -206,10 +209,10 @@ class BodyRunner:
         """
         block, _ = self._block(task.block)
         own = self._arguments[block.id]
-        variant = _choose_variant(block, own.sums, backward, task)
+        variant, run = self._choose(backward, task)
         sums = self._find_sums(block, variant, task, visible)
         arguments = self._backward_arguments(block, backward, variant, sums, task, visible)
-        results = self._direct(variant.graph)(*given, *arguments)
+        results = run(*given, *arguments)
         self._end_sums(block, sums, task)
         names = [value_grad_id(own.inputs[i], task.microbatch) for i in backward.input_grads]
         names += [
@@ -253,6 +256,12 @@ class BodyRunner:
             if not set(own.grad_chunks[index]).isdisjoint(task.writes):
                 _require(own.grad_chunks[index], task.writes, block)
                 own.sinks[index].add_(tensor)
+
+    def _choose(self, backward: BackwardCode, task: BackwardTask) -> tuple[BackwardVariant, Direct]:
+        """The form of a backward that a task runs, ready to be called: before it gets its room."""
+        block, _ = self._block(task.block)
+        variant = _choose_variant(block, self._arguments[block.id].sums, backward, task)
+        return variant, self._direct(variant.graph)
 
     def _direct(self, graph: fx.GraphModule) -> Direct:
         """What runs a graph of the traced model, which lives as long as this."""

@@ -199,11 +199,12 @@ class DiskTier:
         self._file.write_from(address, extent.offset_bytes, extent.size_bytes)
         self._slots.wrote(buffer, slot, mark_pages(address, extent.size_bytes))
 
-    def read_parts(self, buffer: BufferId, address: int, size_bytes: int) -> None:
+    def read_parts(self, buffer: BufferId, address: int) -> None:
         """Read all parts of a buffer to an address, each from a page on; blocks until then."""
         assert self._file is not None
+        size_bytes = sum(map(align_up, self._places.saved[buffer].sizes_bytes))
         if size_bytes:
-            offset_bytes, _ = self._find_part(buffer, 0)
+            offset_bytes = self._extents[self._place(buffer)].offset_bytes
             self._file.read_into(address, offset_bytes, size_bytes)
 
     def write_part(self, buffer: BufferId, index: int, address: int) -> None:

@@ -136,7 +136,7 @@ class Payloads:
         """Copy the storages that a buffer owns, each once, and lay its tensors over the copies."""
         if task.source == "disk":
             whole, parts = map_parts(layout)
-            self._disk.read_parts(task.buffer, whole.data_ptr(), whole.numel())
+            self._disk.read_parts(task.buffer, whole.data_ptr())
             parts = tuple(part.to(self._devices[task.target]) for part in parts)
             return put_together(source, layout, parts)
         parts = take_apart(task.buffer, source, layout)

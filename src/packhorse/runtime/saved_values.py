@@ -7,7 +7,9 @@ dtype, shape, stride and offset. Tensors that are views of anything else stay as
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
@@ -78,8 +80,8 @@ def empty_parts(layout: SavedLayout, device: torch.device) -> tuple[Tensor, ...]
 def map_parts(layout: SavedLayout) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Bytes for all storages in memory, one behind the other as they lie on the disk, and for each.
 
-    So a disk reads them at once, without a detour. Pages come as they are written and go with the
-    last tensor over any of them.
+    So a disk reads them at once, without a detour. Pages come as they are written, and those of a
+    storage go with the last tensor over it.
     """
     ends = [0, *accumulate(map(align_up, layout.sizes_bytes))]
     if not ends[-1]:
@@ -88,14 +90,17 @@ def map_parts(layout: SavedLayout) -> tuple[Tensor, tuple[Tensor, ...]]:
     # Small pages would be made, cleared and given back one by one, which takes longer than a drive
     # reads.
     made.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(made, dtype=torch.uint8)
-    parts = (
-        torch.frombuffer(made, dtype=torch.uint8, offset=start, count=size)
-        if size
-        else torch.empty(0, dtype=torch.uint8)
-        for start, size in zip(ends, layout.sizes_bytes, strict=False)
-    )
-    return whole, tuple(parts)
+    parts = (_map_part(made, *part) for part in zip(ends, layout.sizes_bytes, strict=False))
+    return torch.frombuffer(made, dtype=torch.uint8), tuple(parts)
+
+
+def _map_part(made: mmap.mmap, start: int, size_bytes: int) -> Tensor:
+    if not size_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    # The tensor's storage holds this object, and this one the mapping.
+    held = (ctypes.c_char * size_bytes).from_buffer(made, start)
+    weakref.finalize(held, made.madvise, mmap.MADV_DONTNEED, start, align_up(size_bytes))
+    return torch.frombuffer(held, dtype=torch.uint8)
 
 
 def _view(tensor: Tensor, part: Tensor) -> Tensor:

@@ -22,18 +22,14 @@ from packhorse.trainer.run_folder import (
     claim_run,
     clear_leftovers,
     find_beginning,
-    say_finished,
 )
 from packhorse.trainer.saving import RunSaver
 from packhorse.trainer.session import Session
 from packhorse.trainer.weights import WeightSource
 
 
-def refuse_early(folder: Path, resume: Resume) -> str | None:
+def refuse_early(folder: Path, resume: Resume) -> None:
     """Refuse before anything that takes long what `begin` would refuse of a run folder.
-
-    Returns:
-        How far the run is that goes on, if it is.
 
     Raises:
         InputError: another process trains in the folder, or it holds state and the start is fresh.
@@ -42,8 +38,6 @@ def refuse_early(folder: Path, resume: Resume) -> str | None:
         claim_run(folder).close()
     if isinstance(resume, StartFresh):
         find_beginning(folder, resume)
-        return None
-    return say_finished(folder)
 
 
 def begin(folder: Path, resume: Resume, scratch: Path | None) -> tuple[Beginning, tuple[Path, ...]]:

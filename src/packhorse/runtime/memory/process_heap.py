@@ -39,7 +39,7 @@ _RESERVE_BYTES: Final = 6 * MIB
 # body; and what the body itself frees may serve none of its later ones: measured, a quarter of it.
 _USABLE: Final = 2
 _WASTED: Final = 4
-# Of what a body may take: where so much is left, the next bodies need no closer look.
+# Where as many times what a body may take is left, room will not be short at once.
 _NEAR: Final = 3
 
 
@@ -47,6 +47,12 @@ class _Taking(NamedTuple):
     # What the process held before a task began to take so much.
     held_bytes: int
     size_bytes: int
+
+
+class _Room(NamedTuple):
+    # What a task may take, and whether it could be too much.
+    taking: _Taking
+    is_short: bool
 
 
 _Kind = tuple[type[Task], HeapUse]
@@ -125,48 +131,44 @@ class ProcessHeap:
             return
         place = object()
         with self._lock:
-            taking = self._make_room(self._limit_bytes, place, task, use)
-            self._taking[place] = taking
+            room = self._make_room(self._limit_bytes, place, task, use)
+            self._taking[place] = room.taking
             # Counting blocks takes a walk over all that are free, for which there is a reason only
-            # where room may soon be short.
-            before_bytes: int | None = None
-            near_bytes = taking.held_bytes + _NEAR * taking.size_bytes
-            if use is not None and near_bytes > self._limit_bytes:
-                before_bytes = self._unmapped_bytes()
+            # where room is short, or may soon be.
+            before_bytes = self._unmapped_bytes() if use is not None and room.is_short else None
         try:
             yield
         finally:
             with self._lock:
-                del self._taking[place]
+                self._end_taking(place)
                 if use is not None and before_bytes is not None and not self._mapped_for:
                     grown_bytes = self._unmapped_bytes() - before_bytes
                     self._growth_bytes[type(task), use] = max(0, grown_bytes)
                 self._keep_again(place)
 
-    def _make_room(
-        self, limit_bytes: int, place: object, task: Task, use: HeapUse | None
-    ) -> _Taking:
+    def _make_room(self, limit_bytes: int, place: object, task: Task, use: HeapUse | None) -> _Room:
         """Give back what has to go; returns what the task may take."""
         held_bytes, most_bytes = self._held_bytes(), self._body_bytes(task)
         beside_bytes = self._beside_bytes(held_bytes)
         if self._mode == "map" or self._mapped_for or use is None:
             if held_bytes + most_bytes + beside_bytes <= limit_bytes:
-                return _Taking(held_bytes, most_bytes)
+                return _Room(_Taking(held_bytes, most_bytes), is_short=False)
             if self._mode == "map" and held_bytes < self._repeat_bytes:
-                return _Taking(held_bytes, most_bytes)
+                return _Room(_Taking(held_bytes, most_bytes), is_short=False)
         else:
             small_bytes = max(use.small_bytes, most_bytes - use.large_bytes)
             new_bytes = small_bytes + small_bytes // _WASTED
             most_bytes = use.large_bytes + new_bytes
             if held_bytes + most_bytes + beside_bytes <= limit_bytes:
-                return _Taking(held_bytes, most_bytes)
+                is_short = held_bytes + _NEAR * most_bytes + beside_bytes > limit_bytes
+                return _Room(_Taking(held_bytes, most_bytes), is_short=is_short)
             # What such a body found in the heap the last time it may find again.
             known_bytes = self._growth_bytes.get((type(task), use))
             if known_bytes is not None:
                 new_bytes = max(known_bytes, new_bytes - self._unused_bytes() // _USABLE)
                 likely_bytes = use.large_bytes + new_bytes
                 if held_bytes + likely_bytes + beside_bytes <= limit_bytes:
-                    return _Taking(held_bytes, likely_bytes)
+                    return _Room(_Taking(held_bytes, likely_bytes), is_short=True)
         trim_heap()
         held_bytes = self._held_bytes()
         self._tight_bytes = self._beyond_blocks_bytes()
@@ -174,8 +176,8 @@ class ProcessHeap:
         self._repeat_bytes = held_bytes + _REPEAT_BYTES
         if self._mode == "keep" and held_bytes + most_bytes + beside_bytes > limit_bytes:
             self._map(place)
-            return _Taking(self._held_bytes(), self._body_bytes(task))
-        return _Taking(held_bytes, most_bytes)
+            most_bytes = self._body_bytes(task)
+        return _Room(_Taking(held_bytes, most_bytes), is_short=True)
 
     def _unused_bytes(self) -> int:
         """Pages that the heap holds beyond what lives in it: those that it got since they went."""
@@ -197,6 +199,17 @@ class ProcessHeap:
         wanted_bytes = sum(taking.size_bytes for taking in self._taking.values())
         before_bytes = min(taking.held_bytes for taking in self._taking.values())
         return max(0, wanted_bytes - max(0, held_bytes - before_bytes))
+
+    def _end_taking(self, place: object) -> None:
+        """What a task took is there from now on: others have not grown by it."""
+        ended = self._taking.pop(place)
+        if self._taking:
+            grown_bytes = max(0, self._held_bytes() - ended.held_bytes)
+            taken_bytes = min(ended.size_bytes, grown_bytes)
+            self._taking = {
+                place: taking._replace(held_bytes=taking.held_bytes + taken_bytes)
+                for place, taking in self._taking.items()
+            }
 
     def _held_bytes(self) -> int:
         """What the process holds, with chunks as they may become."""
