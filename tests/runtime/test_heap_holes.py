@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from pathlib import Path
 
 import pytest
@@ -370,6 +371,30 @@ def test_what_a_lane_has_taken_is_no_progress_of_another(libc: ctypes.CDLL) -> N
             assert resident_bytes() - before < 28 * MIB
     came.close()
     libc.free(fence)
+    heap.close()
+
+
+def test_a_value_waits_for_a_body_where_there_is_no_room_beside_it(libc: ctypes.CDLL) -> None:
+    program, saved = make_saved_program(24 * MIB)
+    fetch = Copy(buffer=saved, source="disk", target="device")
+    trim_heap()
+    heap = ProcessHeap("keep", program.pools, [program], resident_bytes() + 48 * MIB)
+    is_in, came = threading.Event(), threading.Event()
+
+    def take() -> None:
+        is_in.set()
+        with heap.room(fetch):
+            came.set()
+
+    lane = threading.Thread(target=take)
+    with heap.room(make_forward(16 * MIB), HeapUse(large_bytes=0, small_bytes=16 * MIB)):
+        lane.start()
+        assert is_in.wait(10)
+        assert not came.wait(0.2)
+    lane.join(10)
+    assert came.is_set()
+    with heap.room(fetch):  # where no body runs nobody is waited for
+        pass
     heap.close()
 
 

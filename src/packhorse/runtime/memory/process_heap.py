@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from threading import Lock
+from threading import Condition
 from typing import Final, Literal, NamedTuple
 
 from packhorse.graph.liveness import HeapUse
@@ -47,6 +47,7 @@ class _Taking(NamedTuple):
     # What the process held before a task began to take so much.
     held_bytes: int
     size_bytes: int
+    is_body: bool
 
 
 class _Room(NamedTuple):
@@ -95,7 +96,7 @@ class ProcessHeap:
             self._limit_bytes = limit_bytes - _RESERVE_BYTES
         self._sizes: Mapping[BufferId, int] = find_heap_buffers(programs) if mode == "keep" else {}
         self._repeat_bytes = 0
-        self._lock = Lock()
+        self._changed = Condition()
         self._taking: dict[object, _Taking] = {}
         # A kept heap that is mapped now: the tasks for which it is, and the holes occupied for it.
         self._mapped_for: set[object] = set()
@@ -120,6 +121,7 @@ class ProcessHeap:
         """Inside, a lane takes what a task makes; free pages go back before if they have to.
 
         Lanes may do so beside each other: what one of them is still to take counts for the others.
+        A value waits for the bodies that run where there is no room beside them.
 
         Args:
             use: what the task's body takes of the heap. Nothing of a kept heap can serve large
@@ -130,7 +132,9 @@ class ProcessHeap:
             yield
             return
         place = object()
-        with self._lock:
+        with self._changed:
+            if use is None and self._mode == "keep":
+                self._await_bodies(self._limit_bytes, task)
             room = self._make_room(self._limit_bytes, place, task, use)
             self._taking[place] = room.taking
             # Counting blocks takes a walk over all that are free, for which there is a reason only
@@ -139,45 +143,70 @@ class ProcessHeap:
         try:
             yield
         finally:
-            with self._lock:
+            with self._changed:
                 self._end_taking(place)
                 if use is not None and before_bytes is not None and not self._mapped_for:
                     grown_bytes = self._unmapped_bytes() - before_bytes
                     self._growth_bytes[type(task), use] = max(0, grown_bytes)
                 self._keep_again(place)
+                self._changed.notify_all()
+
+    def _await_bodies(self, limit_bytes: int, task: Task) -> None:
+        """Let a value wait for the bodies that run now, where there is no room beside them.
+
+        What a body has of a kept heap it cannot give back before it ends, and it never waits for
+        another task.
+        """
+        size_bytes = self._body_bytes(task)
+
+        def fits() -> bool:
+            held_bytes = self._held_bytes()
+            return held_bytes + size_bytes + self._beside_bytes(held_bytes) <= limit_bytes
+
+        if fits():
+            return
+        self._give_back()
+        while not fits() and any(taking.is_body for taking in self._taking.values()):
+            self._changed.wait()
+
+    def _give_back(self) -> int:
+        """Give all free pages back; returns what the process holds then."""
+        trim_heap()
+        held_bytes = self._held_bytes()
+        self._tight_bytes = self._beyond_blocks_bytes()
+        self._growth_bytes.clear()
+        self._repeat_bytes = held_bytes + _REPEAT_BYTES
+        return held_bytes
 
     def _make_room(self, limit_bytes: int, place: object, task: Task, use: HeapUse | None) -> _Room:
         """Give back what has to go; returns what the task may take."""
         held_bytes, most_bytes = self._held_bytes(), self._body_bytes(task)
         beside_bytes = self._beside_bytes(held_bytes)
+        is_body = use is not None
         if self._mode == "map" or self._mapped_for or use is None:
             if held_bytes + most_bytes + beside_bytes <= limit_bytes:
-                return _Room(_Taking(held_bytes, most_bytes), is_short=False)
+                return _Room(_Taking(held_bytes, most_bytes, is_body), is_short=False)
             if self._mode == "map" and held_bytes < self._repeat_bytes:
-                return _Room(_Taking(held_bytes, most_bytes), is_short=False)
+                return _Room(_Taking(held_bytes, most_bytes, is_body), is_short=False)
         else:
             small_bytes = max(use.small_bytes, most_bytes - use.large_bytes)
             new_bytes = small_bytes + small_bytes // _WASTED
             most_bytes = use.large_bytes + new_bytes
             if held_bytes + most_bytes + beside_bytes <= limit_bytes:
                 is_short = held_bytes + _NEAR * most_bytes + beside_bytes > limit_bytes
-                return _Room(_Taking(held_bytes, most_bytes), is_short=is_short)
+                return _Room(_Taking(held_bytes, most_bytes, is_body), is_short=is_short)
             # What such a body found in the heap the last time it may find again.
             known_bytes = self._growth_bytes.get((type(task), use))
             if known_bytes is not None:
                 new_bytes = max(known_bytes, new_bytes - self._unused_bytes() // _USABLE)
                 likely_bytes = use.large_bytes + new_bytes
                 if held_bytes + likely_bytes + beside_bytes <= limit_bytes:
-                    return _Room(_Taking(held_bytes, likely_bytes), is_short=True)
-        trim_heap()
-        held_bytes = self._held_bytes()
-        self._tight_bytes = self._beyond_blocks_bytes()
-        self._growth_bytes.clear()
-        self._repeat_bytes = held_bytes + _REPEAT_BYTES
+                    return _Room(_Taking(held_bytes, likely_bytes, is_body), is_short=True)
+        held_bytes = self._give_back()
         if self._mode == "keep" and held_bytes + most_bytes + beside_bytes > limit_bytes:
             self._map(place)
             most_bytes = self._body_bytes(task)
-        return _Room(_Taking(held_bytes, most_bytes), is_short=True)
+        return _Room(_Taking(held_bytes, most_bytes, is_body), is_short=True)
 
     def _unused_bytes(self) -> int:
         """Pages that the heap holds beyond what lives in it: those that it got since they went."""
