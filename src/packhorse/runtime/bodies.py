@@ -157,18 +157,18 @@ class BodyRunner:
         block, code = self._block(task.block)
         assert code.backward is not None, f"block {block.name} has no backward"
         saved = self._saved(block, code, task, visible)
-        self._choose(code.backward, task)
+        chosen = self._choose(code.backward, task)
         with self._room(task, code.costs.backward_heap):
-            return self._differentiate(code.backward, task, visible, saved)[0]
+            return self._differentiate(code.backward, chosen, task, visible, saved)[0]
 
     def _input_half(self, task: InputGrad, visible: Visible) -> dict[BufferId, Payload]:
         block, code = self._block(task.block)
         halves = self._halves(block)
         assert halves.input is not None, f"block {block.name} has no gradients of inputs"
         saved = self._saved(block, code, task, visible)
-        self._choose(halves.input, task)
+        chosen = self._choose(halves.input, task)
         with self._room(task, halves.input_heap):
-            written, stash = self._differentiate(halves.input, task, visible, saved)
+            written, stash = self._differentiate(halves.input, chosen, task, visible, saved)
         if halves.stash_bytes:
             written[stash_id(block.id, task.microbatch)] = stash
         return written
@@ -182,9 +182,9 @@ class BodyRunner:
         else:
             stash = stash_id(block.id, task.microbatch)
             given = _find_all(visible, stash, block) if halves.stash_bytes else ()
-        self._choose(halves.weight, task)
+        chosen = self._choose(halves.weight, task)
         with self._room(task, halves.weight_heap):
-            return self._differentiate(halves.weight, task, visible, given)[0]
+            return self._differentiate(halves.weight, chosen, task, visible, given)[0]
 
     def _halves(self, block: Block) -> HalvesCode:
         if block.body not in self._traced.halves:
@@ -200,7 +200,12 @@ class BodyRunner:
         return _find_all(visible, saved, block) if code.costs.saved_bytes else ()
 
     def _differentiate(
-        self, backward: BackwardCode, task: BackwardTask, visible: Visible, given: Payload
+        self,
+        backward: BackwardCode,
+        chosen: tuple[BackwardVariant, Direct],
+        task: BackwardTask,
+        visible: Visible,
+        given: Payload,
     ) -> tuple[dict[BufferId, Payload], Payload]:
         """Run a backward or a half of one on what was saved or stashed.
 
@@ -209,7 +214,7 @@ class BodyRunner:
         """
         block, _ = self._block(task.block)
         own = self._arguments[block.id]
-        variant, run = self._choose(backward, task)
+        variant, run = chosen
         sums = self._find_sums(block, variant, task, visible)
         arguments = self._backward_arguments(block, backward, variant, sums, task, visible)
         results = run(*given, *arguments)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from threading import Condition
+from threading import Condition, Lock
 from typing import Final, Literal, NamedTuple
 
 from packhorse.graph.liveness import HeapUse
@@ -96,7 +96,8 @@ class ProcessHeap:
             self._limit_bytes = limit_bytes - _RESERVE_BYTES
         self._sizes: Mapping[BufferId, int] = find_heap_buffers(programs) if mode == "keep" else {}
         self._repeat_bytes = 0
-        self._changed = Condition()
+        self._changed = Condition(Lock())
+        self._num_waiting = 0
         self._taking: dict[object, _Taking] = {}
         # A kept heap that is mapped now: the tasks for which it is, and the holes occupied for it.
         self._mapped_for: set[object] = set()
@@ -149,7 +150,8 @@ class ProcessHeap:
                     grown_bytes = self._unmapped_bytes() - before_bytes
                     self._growth_bytes[type(task), use] = max(0, grown_bytes)
                 self._keep_again(place)
-                self._changed.notify_all()
+                if self._num_waiting:
+                    self._changed.notify_all()
 
     def _await_bodies(self, limit_bytes: int, task: Task) -> None:
         """Let a value wait for the bodies that run now, where there is no room beside them.
@@ -166,8 +168,12 @@ class ProcessHeap:
         if fits():
             return
         self._give_back()
-        while not fits() and any(taking.is_body for taking in self._taking.values()):
-            self._changed.wait()
+        self._num_waiting += 1
+        try:
+            while not fits() and any(taking.is_body for taking in self._taking.values()):
+                self._changed.wait()
+        finally:
+            self._num_waiting -= 1
 
     def _give_back(self) -> int:
         """Give all free pages back; returns what the process holds then."""
