@@ -354,11 +354,16 @@ def test_pages_of_small_blocks_stay_beside_large_ones(libc: ctypes.CDLL) -> None
     heap.close()
 
 
-def test_what_a_lane_has_taken_is_no_progress_of_another(libc: ctypes.CDLL) -> None:
-    program, saved = make_saved_program(24 * MIB)
-    fetch = Copy(buffer=saved, source="disk", target="device")
+def open_for_fetching(size_bytes: int, *, granted_bytes: int) -> tuple[ProcessHeap, Copy]:
+    """A kept heap, and a copy that brings a value of that size back from the disk."""
+    program, saved = make_saved_program(size_bytes)
     trim_heap()
-    heap = ProcessHeap("keep", program.pools, [program], resident_bytes() + 84 * MIB)
+    heap = ProcessHeap("keep", program.pools, [program], resident_bytes() + granted_bytes)
+    return heap, Copy(buffer=saved, source="disk", target="device")
+
+
+def test_what_a_lane_has_taken_is_no_progress_of_another(libc: ctypes.CDLL) -> None:
+    heap, fetch = open_for_fetching(24 * MIB, granted_bytes=84 * MIB)
     before = resident_bytes()
     fence = keep_free_pages(libc)
     with heap.room(make_forward(16 * MIB), HeapUse(large_bytes=0, small_bytes=16 * MIB)):
@@ -375,10 +380,7 @@ def test_what_a_lane_has_taken_is_no_progress_of_another(libc: ctypes.CDLL) -> N
 
 
 def test_a_value_waits_for_a_body_where_there_is_no_room_beside_it(libc: ctypes.CDLL) -> None:
-    program, saved = make_saved_program(24 * MIB)
-    fetch = Copy(buffer=saved, source="disk", target="device")
-    trim_heap()
-    heap = ProcessHeap("keep", program.pools, [program], resident_bytes() + 48 * MIB)
+    heap, fetch = open_for_fetching(24 * MIB, granted_bytes=48 * MIB)
     is_in, came = threading.Event(), threading.Event()
 
     def take() -> None:
@@ -399,10 +401,7 @@ def test_a_value_waits_for_a_body_where_there_is_no_room_beside_it(libc: ctypes.
 
 
 def test_what_one_lane_is_still_to_take_counts_for_the_others(libc: ctypes.CDLL) -> None:
-    program, saved = make_saved_program(24 * MIB)
-    fetch = Copy(buffer=saved, source="disk", target="device")
-    trim_heap()
-    heap = ProcessHeap("keep", program.pools, [program], resident_bytes() + 48 * MIB)
+    heap, fetch = open_for_fetching(24 * MIB, granted_bytes=48 * MIB)
     before = resident_bytes()
     fence = keep_free_pages(libc)
     with heap.room(fetch):

@@ -238,8 +238,11 @@ def warn_of_busy_times(
         earlier: they were not measured now, but when the plan was made.
     """
     from packhorse.cli.machines import warn_of_busy
+    from packhorse.machine.contention import BUSY_SHARE
     from packhorse.profile.analytic import find_slowdown
 
+    if profile.busy_share < BUSY_SHARE:
+        return  # nobody would read the estimate
     warn_of_busy(
         screen,
         profile.busy_share,

@@ -24,6 +24,7 @@ BUSY_SHARE: Final = 0.1
 # The clocks tick a hundred times a second: over less nothing can be said.
 _LEAST_S: Final = 0.25
 _SURE_SHARE: Final = 0.9
+_WORTH_TELLING: Final = 2.0
 _OTHER: Final = ("idle", "iowait", "irq", "softirq", "guest", "guest_nice")
 
 
@@ -85,7 +86,11 @@ def say_busy(share: float, *, what: str, fix: str, slowdown: float = 1.0) -> str
         return None
     # Of a share near 1 nothing can be concluded but that it was too much.
     slow = f"{1 / (1 - share):.1f} x or more" if share <= _SURE_SHARE else "many times"
-    told = f" (they took {slowdown:.1f} x what the machine's rates give)" if slowdown > 2 else ""
+    told = (
+        f" (they took {slowdown:.1f} x what the machine's rates give)"
+        if slowdown > _WORTH_TELLING
+        else ""
+    )
     return (
         f"the machine was busy while {what} were measured: other processes took"
         f" {format_percent(share)} of the compute threads' time{told}, so forecasts may be {slow}"

@@ -188,13 +188,10 @@ class TaskCosts:
             case InputGrad():
                 return TASK_NS + self._heaped(self._input_ns(task.block))
             case WeightGrad():
-                whole_ns, input_ns = (
-                    self._body_time(task.block).backward_ns,
-                    self._input_ns(task.block),
-                )
-                rest_ns = whole_ns - input_ns
-                rest_ns += estimate_split_ns(input_ns, rest_ns)
-                return TASK_NS + self._heaped(rest_ns) + self._gradients_ns(task)
+                input_ns = self._input_ns(task.block)
+                rest_ns = self._body_time(task.block).backward_ns - input_ns
+                half_ns = rest_ns + estimate_split_ns(input_ns, rest_ns)
+                return TASK_NS + self._heaped(half_ns) + self._gradients_ns(task)
             case Update():
                 return TASK_NS + self._update_ns(task)
             case SegmentNorm():

@@ -165,12 +165,15 @@ class ProcessHeap:
             held_bytes = self._held_bytes()
             return held_bytes + size_bytes + self._beside_bytes(held_bytes) <= limit_bytes
 
-        if fits():
+        def is_beside_body() -> bool:
+            return any(taking.is_body for taking in self._taking.values())
+
+        if fits() or not is_beside_body():
             return
         self._give_back()
         self._num_waiting += 1
         try:
-            while not fits() and any(taking.is_body for taking in self._taking.values()):
+            while is_beside_body() and not fits():
                 self._changed.wait()
         finally:
             self._num_waiting -= 1
