@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from bench.actions_worker import Ours, Shape, time_steps
+from bench.actions_worker import Bodies, Ours, Shape, time_steps
 from bench.children import work_folder
 from bench.pipeline import read_told
 from bench.report import Bench, Figure, Number, at_most, run_bench, shown
@@ -43,7 +43,7 @@ def measure(bench: Bench) -> None:
     bench.say("one rank")
     shape = Shape(num_layers=LAYERS_ALONE, num_microbatches=NUM_MICROBATCHES)
     with work_folder("actions") as folder:
-        alone = Ours(shape, folder, None)
+        alone = Ours(shape, folder, None, Bodies())
         taken = time_steps({"alone": alone.step}, num_steps, ranked=False)["alone"]
         told = {
             "cpu_ns": [step["cpu_ns"] for step in taken],

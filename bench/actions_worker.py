@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -26,10 +26,11 @@ from bench.pipeline_worker import mean_loss
 from bench.planned import RESIDENT, Subject, load_weights, trace_subject
 from bench.ranked import Ranked, lower_ranks, spread_blocks
 from packhorse.compiler.passes.exchange import find_channels
-from packhorse.graph.trace import Traced
+from packhorse.graph.direct import Direct
 from packhorse.optim.optimizers import AdamW
 from packhorse.program.program import Program
 from packhorse.program.tasks import Backward, Forward
+from packhorse.runtime import bodies
 from packhorse.runtime.engine import Engine
 from packhorse.runtime.transport.processes import ProcessTransport
 from packhorse.runtime.transport.spec import Transport
@@ -81,23 +82,28 @@ def make_batch(shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class Bodies:
-    """The bodies of a traced model; notes their calls while it is asked to."""
+    """What engines of this process call as bodies; notes the calls while it is asked to.
 
-    def __init__(self, traced: Traced) -> None:
-        self._calls: list[tuple[Callable[..., object], tuple[Tensor, ...]]] = []
+    To be made before the engines: it stands in for what makes their functions of graphs.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Direct, tuple[Tensor, ...]]] = []
         self._notes = False
-        for code in traced.code.values():
-            self._watch(code.keep)
-            self._watch(code.discard)
-            if code.backward is not None:
-                for variant in (code.backward.first, code.backward.later):
-                    self._watch(variant.graph)
+        self._make = bodies.make_direct
+        bodies.make_direct = self._watch
 
-    def time(self, step: Callable[[], None]) -> list[int]:
-        """Take a step, then call its bodies alone; gives the CPU time of all, each time."""
+    def time(self, step: Callable[[], None], num_actions: int) -> list[int]:
+        """Take a step, then call its bodies alone; gives the CPU time of all, each time.
+
+        Raises:
+            RuntimeError: the step has not called as many bodies as it has actions.
+        """
         self._notes = True
         step()
         self._notes = False
+        if len(self._calls) != num_actions:
+            raise RuntimeError(f"{num_actions} actions have called {len(self._calls)} bodies")
         taken: list[int] = []
         with torch.no_grad():
             for _ in range(NUM_REPLAYS):
@@ -108,24 +114,27 @@ class Bodies:
         self._calls.clear()
         return taken
 
-    def _watch(self, graph: fx.GraphModule) -> None:
-        body = graph.forward
+    def _watch(self, graph: fx.GraphModule) -> Direct:
+        body = self._make(graph)
 
-        def forward(*arguments: Tensor) -> object:
+        def call(*arguments: Tensor) -> Sequence[Tensor]:
             if self._notes:
                 self._calls.append((body, arguments))
             return body(*arguments)
 
-        graph.forward = forward
+        return call
 
 
 class Ours:
     """A step under packhorse, on one rank or as one of several."""
 
-    def __init__(self, shape: Shape, scratch: Path, store: dist.Store | None) -> None:
+    def __init__(
+        self, shape: Shape, scratch: Path, store: dist.Store | None, watched: Bodies
+    ) -> None:
         torch.manual_seed(0)
         tokens, labels = make_batch(shape, 0)
         self._shape = shape
+        self._bodies = watched
         subject = trace_subject(
             Stack(shape),
             {"input_ids": tokens[:ROWS], "labels": labels[:ROWS]},
@@ -134,7 +143,6 @@ class Ours:
         rank, num_ranks = (0, 1) if store is None else (dist.get_rank(), dist.get_world_size())
         ranked = lower(subject, shape, num_ranks)
         part = ranked.parts[rank]
-        self.bodies = Bodies(part)
         self.program: Program = ranked.programs["train_step"][rank]
         transport: Transport | None = None
         if store is not None:
@@ -178,7 +186,7 @@ class Ours:
             self.step(0)
             self.engine.settle()
 
-        return self.bodies.time(step)
+        return self._bodies.time(step, self.num_actions)
 
 
 def lower(subject: Subject, shape: Shape, num_ranks: int) -> Ranked:
@@ -280,7 +288,11 @@ def main(specification: str, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     scratch = Path(folder) / f"scratch-{rank}"
     scratch.mkdir(exist_ok=True)
-    ours = {name: Ours(Shape(**shape), scratch, store) for name, shape in found["shapes"].items()}
+    watched = Bodies()
+    ours = {
+        name: Ours(Shape(**shape), scratch, store, watched)
+        for name, shape in found["shapes"].items()
+    }
     theirs = Theirs(Shape(**next(iter(found["shapes"].values()))))
     ways: dict[str, Ours | Theirs] = {**ours, "torch": theirs}
     steps = {name: way.step for name, way in ways.items()}

@@ -27,6 +27,7 @@ from bench.pipeline_worker import (
     PLANNED,
     Shape,
     choose_cut,
+    find_links,
     lower,
     trace,
 )
@@ -143,9 +144,10 @@ def simulate_told(
     """Simulate each schedule's ranks with the durations of tasks that they told."""
     subject = trace(shape)
     profile = parse_profile(told[0]["profile"], where="rank 0")
+    links = find_links(told[0]["rates"])
     predicted: dict[str, Sequence[Timeline]] = {}
     for name in OURS:
-        cut = choose_cut(subject, shape, name, profile)
+        cut = choose_cut(subject, shape, name, profile, links)
         programs = lower(subject, shape, cut).programs["train_step"]
         costs = [
             MeasuredCosts(program, told[rank]["told"][name]["duration_ns"])

@@ -31,8 +31,15 @@ from bench.ranked import Ranked, Stages, lower_ranks, spread_blocks
 from packhorse.compiler.passes.exchange import find_channels
 from packhorse.graph.halving import halve_backwards
 from packhorse.machine.catalogue import load_known_machine
-from packhorse.machine.cluster import link_all
-from packhorse.machine.spec import PeerLink
+from packhorse.machine.cluster import Links
+from packhorse.machine.probe_links import (
+    PeerRates,
+    format_rates,
+    measure_peer,
+    parse_rates,
+    serve_peer,
+    spread_links,
+)
 from packhorse.optim.optimizers import AdamW
 from packhorse.plan.spec import OptimizerPlan
 from packhorse.profile.files import format_profile, parse_profile
@@ -63,8 +70,6 @@ NUM_RANKS: Final = 2
 PLANNED: Final = "planned"
 CUT_BY_PLAN: Final = "1f1b, cut by plan"
 MACHINE: Final = replace(load_known_machine("laptop-16gb"), num_threads=1)
-# About what a message between two processes of one computer takes.
-LINK: Final = PeerLink(peer=0, bytes_per_s=1e9, latency_ns=50_000)
 PROFILE_S: Final = 60.0
 ROOMY_BYTES: Final = 1 << 40
 
@@ -213,8 +218,8 @@ def trace(shape: Shape) -> Subject:
     return replace(subject, traced=halve_backwards(subject.traced))
 
 
-def choose_cut(subject: Subject, shape: Shape, name: str, profile: Profile) -> Cut:
-    """A named schedule with even cuts; or what packhorse chooses by the profile."""
+def choose_cut(subject: Subject, shape: Shape, name: str, profile: Profile, links: Links) -> Cut:
+    """A named schedule with even cuts; or what packhorse chooses by the profile and the links."""
     model = subject.traced.model
     if name not in (PLANNED, CUT_BY_PLAN):
         schedule = make_named(name, NUM_RANKS, shape.num_microbatches, even_costs(NUM_RANKS))
@@ -222,7 +227,7 @@ def choose_cut(subject: Subject, shape: Shape, name: str, profile: Profile) -> C
     pipeline = find_pipeline(
         model,
         [RankSpec(profile=profile, budget_bytes=ROOMY_BYTES)] * NUM_RANKS,
-        link_all(NUM_RANKS, LINK),
+        links,
         num_microbatches=shape.num_microbatches,
         optimizer=OptimizerPlan(
             name="adamw", states=subject.optimizer.state_names, master=False, clips=False
@@ -309,6 +314,28 @@ def share_profile(subject: Subject) -> Profile:
     return parse_profile(told[0], where="rank 0")
 
 
+def share_rates(store: dist.Store) -> list[str]:
+    """Measure the messages between the ranks, as `packhorse probe` does; what each rank says."""
+    rank = dist.get_rank()
+    ways = [(0, 1), (1, 0)]
+    channels = ProcessTransport(ways, store)
+    rates: dict[tuple[int, int], PeerRates] = {}
+    for source, target in ways:
+        if rank == source:
+            rates[source, target] = measure_peer(channels, target, num_threads=1)
+        else:
+            serve_peer(channels, source)
+    channels.close()
+    told: list[str] = [""] * NUM_RANKS
+    dist.all_gather_object(told, format_rates(rates))
+    return told
+
+
+def find_links(rates: Sequence[str]) -> Links:
+    """The links of ranks on one computer."""
+    return spread_links(["here"] * NUM_RANKS, parse_rates(rates))
+
+
 def time_steps(ways: Mapping[str, Step], num_steps: int) -> dict[str, list[dict[str, int]]]:
     """Let each way do a step in turn; a barrier stands before and after each."""
     taken: dict[str, list[dict[str, int]]] = {name: [] for name in ways}
@@ -352,9 +379,11 @@ def main(specification: str, folder: str) -> None:
     scratch = Path(folder) / f"scratch-{rank}"
     scratch.mkdir(exist_ok=True)
     subject = trace(shape)
-    profile = share_profile(subject)
+    profile, rates = share_profile(subject), share_rates(store)
+    links = find_links(rates)
     cuts = {
-        name: choose_cut(subject, shape, name, profile) for name in (*found["ours"], CUT_BY_PLAN)
+        name: choose_cut(subject, shape, name, profile, links)
+        for name in (*found["ours"], CUT_BY_PLAN)
     }
     ours = {name: Ours(subject, shape, cuts[name], store, scratch) for name in found["ours"]}
     theirs = {name: Theirs(shape, name) for name in found["theirs"]}
@@ -374,6 +403,7 @@ def main(specification: str, folder: str) -> None:
         "taken": taken,
         "told": told,
         "profile": format_profile(profile),
+        "rates": rates,
         "planned": cuts[PLANNED].name,
     }
     (Path(folder) / f"{rank}.json").write_text(json.dumps(answer), encoding="utf-8")

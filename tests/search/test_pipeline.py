@@ -1,4 +1,4 @@
-"""The choice among schedules: the shortest that fits, with a reason for it and for all others."""
+"""The choice among schedules: a short one that holds little, with reasons for it and others."""
 
 from __future__ import annotations
 
@@ -92,6 +92,25 @@ def test_the_reasons_have_numbers():
     (rejected,) = found.rejected
     assert (rejected.name, rejected.num_stages) == ("gpipe", 2)
     assert rejected.because == "6.00 ms a step, 11.9 % longer"
+
+
+def test_of_those_about_as_short_the_one_that_holds_the_least():
+    many = {"num_microbatches": 64}
+    both = find(1, 1, names=("1f1b", "looped-bfs"), **many)
+    alone = {name: find(1, 1, names=(name,), **many) for name in ("1f1b", "looped-bfs")}
+    gain = 1 - alone["looped-bfs"].step_ns / alone["1f1b"].step_ns
+    assert 0 < gain < 0.02
+    assert both.schedule_name.value == "1f1b"
+    assert "the one that holds the least of those within 2.0 % of" in both.schedule_name.because
+    assert "looped-bfs takes" in both.schedule_name.because
+    looped = next(each for each in both.rejected if each.num_stages == 4)
+    assert "shorter, but ranks hold " in looped.because
+
+
+def test_a_shorter_one_is_worth_what_it_holds():
+    few = find(1, 1, names=("1f1b", "looped-bfs"))
+    assert few.schedule_name.value == "looped-bfs"
+    assert "the shortest of" in few.schedule_name.because
 
 
 def test_a_searched_schedule_is_no_longer_than_those_it_starts_from():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from packhorse.errors import DoesNotFitError
 from packhorse.machine.cluster import link_all
-from packhorse.machine.spec import PeerLink
+from packhorse.machine.spec import MESSAGE_CORE_NS, PeerLink
 from packhorse.schedule.spec import WeightGrad
 from packhorse.schedule.timing import time_schedule
 from packhorse.search.block_times import share_weights, time_blocks
@@ -96,8 +96,8 @@ def test_what_messages_take_of_the_cores_is_computed():
     )
     _, _, free = cut_at(0, 3, 6, link=PeerLink(peer=0, bytes_per_s=1e9, latency_ns=0))
     for part, without in zip(costs.parts, free.parts, strict=True):
-        assert part.forward_ns - without.forward_ns == 1024 // 2
-        assert part.input_grad_ns - without.input_grad_ns == 1024 // 2
+        assert part.forward_ns - without.forward_ns == MESSAGE_CORE_NS + 1024 // 2
+        assert part.input_grad_ns - without.input_grad_ns == MESSAGE_CORE_NS + 1024 // 2
         assert part.weight_grad_ns == without.weight_grad_ns
 
 

@@ -8,7 +8,7 @@ All rates were measured with the I/O path the runtime uses, or are marked `sourc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 TierName = Literal["device", "host", "disk"]
 
@@ -72,6 +72,14 @@ class Link:
     core_ns_per_byte: float | None = None
 
 
+MESSAGE_CORE_NS: Final = 200_000
+"""What a message takes of a core at either end, whatever its size: threads that wake each other.
+
+Where two processes of one thread computed on two cores, 128 messages more a step kept each of them
+from computing for 26 to 40 ms.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLink:
     """The one-way path from this rank to another one.
@@ -90,8 +98,10 @@ class PeerLink:
         return self.latency_ns + round(size_bytes * 1e9 / self.bytes_per_s) if size_bytes else 0
 
     def core_ns(self, size_bytes: int) -> int:
-        """How long a message keeps either end from computing."""
-        return round(size_bytes * self.core_ns_per_byte)
+        """How long a message keeps either end from computing: nothing where its bytes do not."""
+        if not size_bytes or not self.core_ns_per_byte:
+            return 0
+        return MESSAGE_CORE_NS + round(size_bytes * self.core_ns_per_byte)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 In: a traced model, the machine (for the order of what is run, and for what there is no time to
 run), a limit of seconds. Out: a `Measurement`: a `Profile` with `source="measured"`, and which
-bodies were run. A body runs once to warm up and then twice, and its time is the smaller; one that
-there is less time for runs once. Bodies that the time or the memory does not allow take the
-analytic estimate, multiplied by what measured bodies of about their size needed of theirs.
+bodies were run. A body runs once to warm up and then three times, and its time is the middle one:
+the least is what a step hardly ever sees. One that there is less time for runs once. Bodies that
+the time or the memory does not allow take the analytic estimate, multiplied by what measured bodies
+of about their size needed of theirs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Final
 
 import torch
@@ -31,7 +33,7 @@ from packhorse.profile.spec import BodyTime, Profile
 # Called before each body with its name, its index and the number of bodies.
 Progress = Callable[[str, int, int], None]
 
-RUNS: Final = 2
+RUNS: Final = 3
 # A body is not begun unless it may take this much of the time that is left.
 _SHARE_OF_REST: Final = 0.8
 _SCALE: Final = 0.02
@@ -73,7 +75,7 @@ def measure_profile(
 
     Args:
         limit_s: seconds in all; a body is begun only when its estimate fits into what is left. One
-            that could not run three times runs once.
+            that could not run four times runs once.
         memory_bytes: bodies that hold more than this while they run are not run.
         progress: called before each body.
     """
@@ -147,14 +149,14 @@ def _device_of(code: BodyCode) -> torch.device:
 def _time(
     run: Callable[[], Sequence[Tensor]], device: torch.device, num_runs: int
 ) -> tuple[int, Sequence[Tensor]]:
-    """Give the best of some runs after one that warms up; without any, what that one took."""
-    taken_ns, results = _run_once(run, device)
-    best_ns: int | None = None
+    """Give the middle one of some runs after one that warms up; without any, what that one took."""
+    warm_ns, results = _run_once(run, device)
+    taken_ns: list[int] = []
     for _ in range(num_runs):
         del results
         again_ns, results = _run_once(run, device)
-        best_ns = again_ns if best_ns is None else min(best_ns, again_ns)
-    return taken_ns if best_ns is None else best_ns, results
+        taken_ns.append(again_ns)
+    return median_low(taken_ns or [warm_ns]), results
 
 
 def _run_once(

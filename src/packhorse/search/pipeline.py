@@ -8,10 +8,10 @@ In: a model, ranks that may be unlike, the links between them, the number of mic
         cut the model for that schedule; no cut fits: say so
         time the schedule with the stages' own costs
     for the shortest few placements: search an order of tasks within what memory leaves
-    take the shortest; of equals, the one that needs less memory; of equals, the first
+    take the shortest; but of those that are 2 % from it, the one whose ranks need the least memory
 
-A step is also no shorter than its slowest rank or link is busy. No limit is in seconds, so the
-same input gives the same pipeline everywhere.
+Estimates are no nearer to what a step takes than that. A step is also no shorter than its slowest
+rank or link is busy. No limit is in seconds, so the same input gives the same pipeline everywhere.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ _TURNS: Final = (2, 3, 4)
 _NUM_SEARCHED: Final = 2
 _MOVED_TASKS: Final = 400_000
 _LEAST_GAIN: Final = 0.001
+_CLOSE: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +134,8 @@ def find_pipeline(
     if SEARCHED in names:
         searched = [_search(cutter, each) for each in _pick_placements(found)]
         found = sorted((*(found if named else ()), *searched), key=_order)
-    best, *others = found
+    best = _pick(found)
+    others = [each for each in found if each is not best]
     check_schedule(best.schedule)
     # The nearest first, and last what cannot be.
     rejected = [
@@ -280,6 +282,13 @@ def _order(timed: _Timed) -> tuple[int, int]:
     return timed.step_ns, timed.need_bytes
 
 
+def _pick(found: Sequence[_Timed]) -> _Timed:
+    """Give what ranks hold the least for of all that are about as short as the first."""
+    limit_ns = found[0].step_ns * (1 + _CLOSE)
+    near = [each for each in found if each.step_ns <= limit_ns]
+    return min(near, key=lambda each: (each.need_bytes, each.step_ns))
+
+
 def _refuse(model: Model, rejected: Sequence[Rejected]) -> DoesNotFitError:
     return DoesNotFitError(
         f"no schedule of {model.name} fits its ranks",
@@ -297,9 +306,15 @@ def _compare(each: _Timed, best: _Timed) -> str:
     if longer >= _LEAST_GAIN:
         return f"{step}, {format_percent(longer)} longer"
     more_bytes = each.need_bytes - best.need_bytes
+    if longer <= -_LEAST_GAIN:
+        return f"{step}, {format_percent(-longer)} shorter, but {_word_more(more_bytes)}"
     if more_bytes > 0:
-        return f"{step}, no shorter, and ranks hold {format_bytes(more_bytes)} more"
+        return f"{step}, no shorter, and {_word_more(more_bytes)}"
     return f"{step}, no shorter"
+
+
+def _word_more(more_bytes: int) -> str:
+    return f"ranks hold {format_bytes(more_bytes)} more"
 
 
 def _word_schedule(best: _Timed, others: Sequence[_Timed], num_rejected: int) -> str:
@@ -307,6 +322,14 @@ def _word_schedule(best: _Timed, others: Sequence[_Timed], num_rejected: int) ->
     if not others:
         return f"{step}: the only one that fits" if num_rejected else f"{step}: the only one"
     second = next((each for each in others if each.name != best.name), others[0])
+    shortest = others[0]
+    if shortest.step_ns < best.step_ns:
+        return (
+            f"{step}: of {len(others) + 1} that fit, the one that holds the least of those within"
+            f" {format_percent(_CLOSE)} of the shortest; {shortest.name} takes"
+            f" {format_ns(shortest.step_ns)}, and"
+            f" {_word_more(shortest.need_bytes - best.need_bytes)}"
+        )
     return (
         f"{step}: the shortest of {len(others) + 1} that fit;"
         f" {second.name} takes {format_ns(second.step_ns)}"
