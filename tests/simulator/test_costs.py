@@ -203,8 +203,8 @@ def test_halves_share_the_time_of_the_whole_backward():
     ],
 )
 def test_the_rest_costs_what_it_moves(task, extra_ns):
-    assert costs().duration_ns(task) == TASK_NS + extra_ns
-    assert costs(heap="map").duration_ns(task) == TASK_NS + extra_ns
+    assert costs().alone_ns(task) == TASK_NS + extra_ns
+    assert costs(heap="map").alone_ns(task) == TASK_NS + extra_ns
 
 
 def test_without_a_disk_outside_states_move_at_memory_speed():

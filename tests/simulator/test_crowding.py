@@ -94,8 +94,19 @@ def test_reads_writes_and_issuing_take_from_computing_at_the_machines_rates(read
     slowed_ns = sum(costs.duration_ns(task) for task in program.tasks if isinstance(task, TEAM))
     assert slowed_ns - team_ns(costs) == pytest.approx(others_ns, abs=len(program.tasks))
     for task in program.tasks:
-        if not isinstance(task, TEAM):
+        if not isinstance(task, (*TEAM, Copy)):
             assert costs.duration_ns(task) == costs.alone_ns(task)
+
+
+def test_a_transfer_waits_for_a_core_as_long_as_threads_outnumber_them():
+    # Three threads on two cores: half as long again for what a core does of it.
+    costs = make_costs(with_core_times(replace(CROWDED, num_cores=2), 0.5, 0.0))
+    copies = [task for task in costs.program.tasks if isinstance(task, Copy)]
+    assert {task.source for task in copies} == {"disk", "device"}
+    for task in copies:
+        size_bytes = costs.program.buffers[task.buffer].size_bytes
+        waits_ns = size_bytes // 4 if task.source == "disk" else 0
+        assert costs.duration_ns(task) - costs.alone_ns(task) == waits_ns
 
 
 def test_a_thread_beside_the_team_takes_no_more_than_half_of_its_core():

@@ -18,7 +18,7 @@ from packhorse.machine.contention import CoreClocks
 from packhorse.machine.spec import Machine
 from packhorse.profile.analytic import estimate_profile
 from packhorse.profile.measure import Measurement, measure_profile
-from packhorse.profile.scaling import scale_profile
+from packhorse.profile.scaling import scale_profile, scale_time, total_ns
 from packhorse.trainer import candidates
 from packhorse.trainer.candidates import (
     BLOCK_RUN_BYTES,
@@ -93,6 +93,52 @@ def test_what_there_was_no_time_for_is_said(tmp_path: Path, monkeypatch: pytest.
     assert note.startswith("of 3 ways to cut the step 1 was measured in 5.00 s")
     assert {entry.profile.source for entry in found.entries} == {"measured"}
     assert [entry.profile.rows for entry in found.entries] == [1, 2, 4]
+
+
+def test_the_largest_is_measured_next_and_tells_of_those_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    slowness = {1: 2.0, 8: 5.0}
+    asked: list[int] = []
+
+    def measure(traced: Traced, machine: Machine, **options: object) -> Measurement:
+        rows = traced.model.rows
+        asked.append(rows)
+        estimated = estimate_profile(traced.model, machine)
+        bodies = {
+            body: scale_time(t, slowness.get(rows, 1.0)) for body, t in estimated.bodies.items()
+        }
+        profile = replace(estimated, source="measured", bodies=bodies)
+        return Measurement(profile=profile, num_measured=2 + (rows in slowness), num_bodies=3)
+
+    monkeypatch.setattr(candidates, "measure_profile", measure)
+    found = offer(tmp_path, 8, limit_s=5.0)
+    assert asked == [1, 8, 4, 2]
+    assert "2 were measured" in found.notes[0]
+    assert "nearest in size" in found.notes[0]
+    machine = make_machine(tmp_path)
+    for entry, factor in zip(found.entries, (2.0, 2.0, 5.0, 5.0), strict=True):
+        estimated = estimate_profile(entry.traced.model, machine)
+        taken = sum(map(total_ns, entry.profile.bodies.values()))
+        expected = sum(map(total_ns, estimated.bodies.values()))
+        assert taken == pytest.approx(factor * expected, rel=1e-3)
+
+
+def test_what_could_not_run_once_in_the_rest_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[int] = []
+
+    def measure(traced: Traced, machine: Machine, **options: object) -> Measurement:
+        asked.append(traced.model.rows)
+        estimated = estimate_profile(traced.model, machine)
+        bodies = {body: scale_time(time, 1e9) for body, time in estimated.bodies.items()}
+        profile = replace(estimated, source="measured", bodies=bodies)
+        return Measurement(profile=profile, num_measured=3, num_bodies=3)
+
+    monkeypatch.setattr(candidates, "measure_profile", measure)
+    offer(tmp_path, 4, limit_s=5.0)
+    assert asked == [1]
 
 
 def test_kinds_of_blocks_are_counted_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

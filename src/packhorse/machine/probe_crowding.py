@@ -8,6 +8,8 @@ In: a way to move bytes for a while. Out: how long a byte keeps a core from comp
 
 A team of threads waits for its slowest one, so what another thread takes of one core is lost to
 all. It is never less than the time that moving takes of a core by itself, nor more than all of it.
+The products are those of a few rows with weights that no cache holds, as a block's are: what moves
+takes of the memory's rate as well, which products of one small matrix do not feel.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ import torch
 from packhorse.machine.probe_passes import Moved
 
 ROUNDS: Final = 3
-_MATRIX_ROWS: Final = 512
+_ROWS: Final = 256
+_WIDTH: Final = 1024
+_NUM_WEIGHTS: Final = 16
 
 Move = Callable[[int], Moved]
 """Moves bytes until so many ns have passed, at least a piece."""
@@ -36,22 +40,30 @@ def measure_core_ns_per_byte(move: Move, limit_ns: int) -> float:
     alone = move(limit_ns // (2 * ROUNDS))
     own_ns = (time.process_time_ns() - began_ns) / alone.size_bytes
     slice_ns = limit_ns // (3 * ROUNDS)
-    matrix = torch.rand(_MATRIX_ROWS, _MATRIX_ROWS)
-    count = max(1, slice_ns // max(_multiply(matrix, 3) // 3, 1))
-    lost = [_lost_ns_per_byte(move, matrix, count) for _ in range(ROUNDS)]
+    products = _Products()
+    count = max(1, slice_ns * _NUM_WEIGHTS // max(products.take_ns(_NUM_WEIGHTS), 1))
+    lost = [_lost_ns_per_byte(move, products, count) for _ in range(ROUNDS)]
     most_ns = alone.duration_ns / alone.size_bytes
     return min(max(statistics.median(lost), own_ns), most_ns)
 
 
-def _multiply(matrix: torch.Tensor, count: int) -> int:
-    began_ns = time.perf_counter_ns()
-    for _ in range(count):
-        torch.mm(matrix, matrix)
-    return time.perf_counter_ns() - began_ns
+class _Products:
+    """Products of some rows with one weight after another."""
+
+    def __init__(self) -> None:
+        self._rows = torch.rand(_ROWS, _WIDTH)
+        self._weights = torch.rand(_NUM_WEIGHTS, _WIDTH, _WIDTH)
+
+    def take_ns(self, count: int) -> int:
+        """Compute so many; gives how long that took."""
+        began_ns = time.perf_counter_ns()
+        for at in range(count):
+            torch.mm(self._rows, self._weights[at % _NUM_WEIGHTS])
+        return time.perf_counter_ns() - began_ns
 
 
-def _lost_ns_per_byte(move: Move, matrix: torch.Tensor, count: int) -> float:
-    alone_ns = _multiply(matrix, count)
+def _lost_ns_per_byte(move: Move, products: _Products, count: int) -> float:
+    alone_ns = products.take_ns(count)
     started, done = threading.Event(), threading.Event()
 
     def move_on() -> float:
@@ -67,7 +79,7 @@ def _lost_ns_per_byte(move: Move, matrix: torch.Tensor, count: int) -> float:
         moved = pool.submit(move_on)
         started.wait()
         try:
-            beside_ns = _multiply(matrix, count)
+            beside_ns = products.take_ns(count)
         finally:
             done.set()
         rate = moved.result()

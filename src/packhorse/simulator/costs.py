@@ -16,6 +16,7 @@ What is modelled:
     Feed, GradNorm, SegmentNorm    bytes / memory bandwidth, for SegmentNorm several times
     every task                     a constant for being issued, looked up and recorded
     what computes on all cores     longer by what copies and issuing take of them: see `crowding`
+    Copy beside that               longer by what it waits for a core
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from packhorse.simulator.crowding import (
     is_crowded,
     is_team_work,
     total_core_ns,
+    waiting_ns,
 )
 
 # What an interpreter spends around a task: tens of dictionary look-ups, two clock readings and a
@@ -144,7 +146,11 @@ class TaskCosts:
             InputError: the machine has no rate for what the task does.
         """
         alone_ns = self.alone_ns(task)
-        return ceil(alone_ns * self.crowding) if is_team_work(task) else alone_ns
+        if is_team_work(task):
+            return ceil(alone_ns * self.crowding)
+        if isinstance(task, Copy) and is_crowded(self.machine):
+            return alone_ns + waiting_ns(task, self.program, self.machine)
+        return alone_ns
 
     def core_ns(self, task: Task) -> int:
         """How long a task keeps a core busy that computing lacks; 0 where there is one to spare.

@@ -2,8 +2,8 @@
 
 In: a machine, tasks of a program. Out: nanoseconds of a core that each task keeps busy beside what
 computes. Where a team of threads computes on every core, it waits for its slowest one, so that time
-is lost to all of them. A device with processors of its own loses nothing, nor does a machine whose
-times are only acted, nor one with a core to spare.
+is lost to all of them; and what moves waits for its turn on a core. A device with processors of its
+own loses nothing, nor does a machine whose times are only acted, nor one with a core to spare.
 """
 
 from __future__ import annotations
@@ -69,6 +69,18 @@ def total_core_ns(program: Program, machine: Machine) -> int:
                 rates[way] = 0.0 if link is None else core_ns_per_byte(link)
             total_ns += round(program.buffers[task.buffer].size_bytes * rates[way])
     return total_ns
+
+
+def waiting_ns(task: Copy, program: Program, machine: Machine) -> int:
+    """How long a transfer waits for a core, beside a team that computes on all of them.
+
+    The kernel lets all threads of a core take turns, so what takes a core's time takes that much
+    longer as there are more threads than cores.
+    """
+    link = machine.link(task.source, task.target)
+    rate = 0.0 if link is None else core_ns_per_byte(link)
+    more = (machine.num_threads + 1) / machine.num_cores - 1
+    return round(program.buffers[task.buffer].size_bytes * rate * more)
 
 
 def core_ns_per_byte(link: Link) -> float:

@@ -4,8 +4,9 @@ In: a module, an example batch, the rows of a step, what is pinned. Out: `Candid
 number of rows, and with and without a chunked loss, the traced model and its profile. The module
 is exported once, with a dynamic batch where it allows one, and traced for each candidate.
 
-The smallest micro-batch is measured; the others are scaled from it by their analytic estimates,
-and are measured too where time is left. `notes` says in words what was not measured.
+The smallest micro-batch is measured, then the larger ones, the largest first, as far as the time
+goes; the others are scaled by their analytic estimates from what is nearest to them in size.
+`notes` says in words what was not measured.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from packhorse.machine.spec import Machine
 from packhorse.model.spec import Model
 from packhorse.profile.analytic import estimate_profile
 from packhorse.profile.measure import Measurement, measure_profile
-from packhorse.profile.scaling import scale_profile
+from packhorse.profile.scaling import find_ratio, scale_profile, total_ns
 from packhorse.profile.spec import Profile
 from packhorse.runtime.memory.heap import set_heap_mode, trim_heap
 from packhorse.trainer.device_memory import measure_device_base
@@ -41,7 +42,7 @@ Progress = Callable[[str, int, int], None]
 LOSS_CHUNK_TOKENS: Final = 1024
 # Chunking costs a second product with the head; below this the whole logits are cheaper to keep.
 LARGE_LOGITS_BYTES: Final = 32 * MIB
-MEASURE_LIMIT_S: Final = 5.0
+MEASURE_LIMIT_S: Final = 10.0
 # What measuring may hold at a time, of what the device's budget leaves.
 _MEASURE_SHARE: Final = 0.7
 # What comes after tracing, whatever the step: code and libraries that measuring, the search and the
@@ -313,20 +314,25 @@ def _profile_all(
     # Around all of them: one alone may be over before the clocks have ticked.
     began = read_core_clocks()
     set_heap_mode("keep")
-    profiles: list[Profile] = []
-    first: Measurement | None = None
-    num_complete = 0
-    for index, found in enumerate(traced):
+    measured: dict[int, Measurement] = {}
+    # The smallest micro-batch is soon measured. The larger ones are taken the rather, and tell of
+    # those beside them.
+    for index in (0, *range(len(traced) - 1, 0, -1)):
         rest_s = deadline - time.monotonic()
-        # One that was cut short says less than the first, scaled: then no other is begun.
-        if index == 0 or (rest_s > 0 and num_complete == index):
-            measured = measure_profile(found, machine, limit_s=rest_s, memory_bytes=memory_bytes)
-            num_complete += measured.num_measured == measured.num_bodies
-            if first is None or num_complete == index + 1:
-                first = measured if first is None else first
-                profiles.append(measured.profile)
-                continue
-        profiles.append(scale_profile(profiles[0], estimated[0], estimated[index]))
+        if measured and _once_s(estimated[index], measured[0], estimated[0]) > rest_s:
+            continue
+        measured[index] = measure_profile(
+            traced[index], machine, limit_s=rest_s, memory_bytes=memory_bytes
+        )
+    # One that was cut short says less than others, scaled.
+    known = {at: found.profile for at, found in measured.items() if _is_complete(found)}
+    num_complete = len(known)
+    known = known or {0: measured[0].profile}
+    rows = [found.model.rows for found in traced]
+    profiles = [
+        known[index] if index in known else _scale_nearest(known, estimated, rows, index)
+        for index in range(len(traced))
+    ]
     busy_share = read_core_clocks().share_since(began, machine.num_threads)
     profiles = [
         replace(profile, busy_share=busy_share if profile.source == "measured" else 0.0)
@@ -334,19 +340,37 @@ def _profile_all(
     ]
     if num_complete == len(traced):
         return profiles, []
-    return profiles, [_say_measured(first, num_complete, len(traced), limit_s)]
+    return profiles, [_say_measured(measured[0], num_complete, len(traced), limit_s)]
+
+
+def _once_s(estimated: Profile, first: Measurement, estimated_first: Profile) -> float:
+    """How long one run of each body takes, by what the first that were measured took."""
+    ratio = find_ratio(first.profile.bodies, estimated_first.bodies)
+    return ratio * sum(map(total_ns, estimated.bodies.values())) / 1e9
+
+
+def _is_complete(measured: Measurement) -> bool:
+    return measured.num_measured == measured.num_bodies
+
+
+def _scale_nearest(
+    known: Mapping[int, Profile], estimated: Sequence[Profile], rows: Sequence[int], index: int
+) -> Profile:
+    """Estimate a micro-batch by the measured one that is nearest to it in size."""
+    near = min(known, key=lambda at: max(rows[at], rows[index]) / min(rows[at], rows[index]))
+    return scale_profile(known[near], estimated[near], estimated[index])
 
 
 def _say_measured(
-    first: Measurement | None, num_complete: int, num_candidates: int, limit_s: float
+    first: Measurement, num_complete: int, num_candidates: int, limit_s: float
 ) -> str:
     limit = format_ns(limit_s * 1e9)
     if num_complete:
         return (
             f"of {num_candidates} ways to cut the step {_count_were(num_complete)} measured in"
-            f" {limit}; the times of the others are scaled from the first"
+            f" {limit}; the times of the others are scaled from those nearest in size"
         )
-    ran, num_bodies = (0, 0) if first is None else (first.num_measured, first.num_bodies)
+    ran, num_bodies = first.num_measured, first.num_bodies
     return (
         f"of {num_bodies} kind{'' if num_bodies == 1 else 's'} of blocks {_count_were(ran)}"
         f" measured in {limit}, for the smallest micro-batch; other times are the machine's rates"
