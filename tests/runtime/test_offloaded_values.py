@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from subjects import find_subject
+from torch import Tensor
 
 from bench.planned import (
     Subject,
@@ -31,7 +32,13 @@ from packhorse.program.buffers import BufferId
 from packhorse.program.program import Program
 from packhorse.program.tasks import Copy
 from packhorse.runtime.disk_places import find_places, find_turns
-from packhorse.runtime.saved_values import map_parts, own_tensors, put_together, take_apart
+from packhorse.runtime.saved_values import (
+    SpareMemory,
+    map_parts,
+    own_tensors,
+    put_together,
+    take_apart,
+)
 from packhorse.storage.extents import align_up
 from packhorse.storage.mapping import PAGE_BYTES
 from packhorse.units import KIB, MIB
@@ -162,7 +169,7 @@ def test_the_file_is_as_large_as_the_disk_is_full(order, tmp_path: Path) -> None
 
 def test_what_comes_back_from_the_disk_lies_where_the_disk_reads_to() -> None:
     sizes = (3 * PAGE_BYTES * 16 + 5, 100, 0, 64 * KIB)
-    whole, parts = map_parts(SavedLayout(places=(0, 1, 2, 3), sizes_bytes=sizes))
+    whole, parts = map_parts(SavedLayout(places=(0, 1, 2, 3), sizes_bytes=sizes), SpareMemory())
     assert tuple(part.untyped_storage().nbytes() for part in parts) == sizes
     starts = [part.data_ptr() - whole.data_ptr() for part in parts if part.numel()]
     assert starts == [0, align_up(sizes[0]), align_up(sizes[0]) + PAGE_BYTES]
@@ -174,16 +181,26 @@ def test_what_comes_back_from_the_disk_lies_where_the_disk_reads_to() -> None:
     assert (tensor.view(torch.uint8) == 3).all()
 
 
-def drop_parts(layout: SavedLayout) -> list[int]:
-    """Resident bytes that go with the first part, a view over it and the rest."""
-    whole, (large, small, other) = map_parts(layout)
+LAYOUT = SavedLayout(places=(0, 1, 2), sizes_bytes=(16 * MIB, 5, 8 * MIB))
+
+
+def map_filled(spare: SpareMemory) -> list[Tensor]:
+    """The parts of a value, with pages; nothing else lies over them."""
+    whole, parts = map_parts(LAYOUT, spare, spare.take(LAYOUT))
     whole.fill_(1)
-    del whole
+    return list(parts)
+
+
+def drop_parts(spare: SpareMemory) -> list[int]:
+    """Resident bytes that go with the first part, a view over it, and the rest."""
+    large, small, other = map_filled(spare)
     held = [resident_bytes()]
     view = large[:3]
     del large
+    spare.settle()
     held.append(resident_bytes())
     del view
+    spare.settle()
     held.append(resident_bytes())
     assert [int(each) for each in (small[0], other[0], other[-1])] == [1, 1, 1]
     del small, other
@@ -191,10 +208,31 @@ def drop_parts(layout: SavedLayout) -> list[int]:
     return [held[0] - each for each in held[1:]]
 
 
-def test_pages_of_a_part_go_with_the_last_tensor_over_it() -> None:
-    layout = SavedLayout(places=(0, 1, 2), sizes_bytes=(16 * MIB, 5, 8 * MIB))
-    drop_parts(layout)  # code of libraries that runs for the first time is resident from then on
-    first, view, rest = drop_parts(layout)
+def test_pages_of_a_part_go_with_the_last_tensor_over_it_where_others_stay() -> None:
+    spare = SpareMemory()
+    drop_parts(spare)  # code of libraries that runs for the first time is resident from then on
+    first, view, rest = drop_parts(spare)
     assert abs(first) < MIB
     assert abs(view - 16 * MIB) < MIB
     assert abs(rest - 24 * MIB) < MIB
+    assert spare.take(LAYOUT) is None
+
+
+def test_memory_of_a_value_that_is_gone_serves_the_next_of_its_size() -> None:
+    spare = SpareMemory()
+    parts = map_filled(spare)
+    address = parts[0].data_ptr()
+    before = resident_bytes()
+    parts.clear()
+    spare.settle()
+    assert abs(resident_bytes() - before) < MIB
+    other = SavedLayout(places=(0,), sizes_bytes=(16 * MIB,))
+    assert spare.take(other) is None
+    parts = map_filled(spare)
+    assert parts[0].data_ptr() == address
+    parts.clear()
+    spare.drop()
+    assert abs(before - resident_bytes() - 24 * MIB) < MIB
+    spare.close()
+    map_filled(spare).clear()
+    assert spare.take(LAYOUT) is None

@@ -49,6 +49,7 @@ from packhorse.runtime.payloads import Payloads
 from packhorse.runtime.performing import Performer
 from packhorse.runtime.prepared import prepare_program
 from packhorse.runtime.running import NO_WORK, Running, StepWork
+from packhorse.runtime.saved_values import SpareMemory
 from packhorse.runtime.spoilt import SpoiltError, explain_spoilt
 from packhorse.runtime.step_result import StepResult, find_losses
 from packhorse.runtime.tiers import ChunkTiers
@@ -163,8 +164,15 @@ class Engine:
                 audit=audit,
             )
             own = find_own_pools(pools, self._device)
+            spare = SpareMemory()
+            undo.callback(spare.close)
             self._heap = ProcessHeap(
-                heap, own, programs.values(), process_bytes, unfilled_bytes=tiers.unfilled_bytes
+                heap,
+                own,
+                programs.values(),
+                process_bytes,
+                unfilled_bytes=tiers.unfilled_bytes,
+                drop_spare=spare.drop,
             )
             undo.callback(self._heap.close)
             room = self._heap.room
@@ -175,7 +183,9 @@ class Engine:
             self._performer = Performer(
                 runner=BodyRunner(traced, self._layout, self._memory, self._device, room),
                 tiers=tiers,
-                payloads=Payloads(self._device, self._disk, room, audit=audit, saved=places.saved),
+                payloads=Payloads(
+                    self._device, self._disk, room, audit=audit, saved=places.saved, spare=spare
+                ),
                 norms=Norms(traced.model, self._layout, self._memory),
                 messages=self._messages,
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from mmap import mmap
 from threading import Lock
 
 import torch
@@ -23,6 +24,7 @@ from packhorse.program.tasks import Copy, Task
 from packhorse.runtime.disk import DiskTier
 from packhorse.runtime.saved_values import (
     Payload,
+    SpareMemory,
     empty_parts,
     map_parts,
     own_tensors,
@@ -42,6 +44,7 @@ class Payloads:
         room: entered with a task that copies a value to memory while its bytes are taken.
         audit: measure what is kept, spoil what is freed.
         saved: how what blocks save lies in its storages, where it may leave the device.
+        spare: where the memory of what came back from the disk goes, and comes from.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class Payloads:
         *,
         audit: bool,
         saved: Mapping[BufferId, SavedLayout],
+        spare: SpareMemory,
     ) -> None:
         self._disk = disk
+        self._spare = spare
         self._room = room
         self._saved = saved
         self._devices: Mapping[TierName, torch.device] = {
@@ -110,13 +115,19 @@ class Payloads:
         if task.target == "disk":
             self._copy(buffer, task)
             return
+        layout = self._saved.get(task.buffer) if task.source == "disk" else None
+        memory = None if layout is None else self._spare.take(layout)
+        if memory is not None:
+            # It takes no room that the process does not have already.
+            self._copy(buffer, task, memory)
+            return
         with self._room(task):
             self._copy(buffer, task)
 
-    def _copy(self, buffer: Buffer, task: Copy) -> None:
+    def _copy(self, buffer: Buffer, task: Copy, memory: mmap | None = None) -> None:
         source = self.get(task.buffer, task.source)
         if task.buffer in self._saved:
-            moved = self._move_saved(task, source, self._saved[task.buffer])
+            moved = self._move_saved(task, source, self._saved[task.buffer], memory)
             self.keep(buffer, moved, task.target)
             return
         if task.target == "disk":
@@ -132,10 +143,12 @@ class Payloads:
             return
         self.keep(buffer, tuple(_copy_tensor(tensor, device) for tensor in source), task.target)
 
-    def _move_saved(self, task: Copy, source: Payload, layout: SavedLayout) -> Payload:
+    def _move_saved(
+        self, task: Copy, source: Payload, layout: SavedLayout, memory: mmap | None
+    ) -> Payload:
         """Copy the storages that a buffer owns, each once, and lay its tensors over the copies."""
         if task.source == "disk":
-            whole, parts = map_parts(layout)
+            whole, parts = map_parts(layout, self._spare, memory)
             self._disk.read_parts(task.buffer, whole.data_ptr())
             parts = tuple(part.to(self._devices[task.target]) for part in parts)
             return put_together(source, layout, parts)
@@ -165,6 +178,8 @@ class Payloads:
                 own = not any(key in shared for key, _ in storages_of(tensor))
                 if tensor.is_floating_point() and own:
                     tensor.fill_(float("nan"))
+        del payload
+        self._spare.settle()
 
     def clear(self) -> None:
         """Drop everything."""

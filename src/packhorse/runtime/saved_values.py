@@ -12,6 +12,7 @@ import mmap
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -77,30 +78,118 @@ def empty_parts(layout: SavedLayout, device: torch.device) -> tuple[Tensor, ...]
     return tuple(torch.empty(size, dtype=torch.uint8, device=device) for size in layout.sizes_bytes)
 
 
-def map_parts(layout: SavedLayout) -> tuple[Tensor, tuple[Tensor, ...]]:
+class _Mapped:
+    # Memory for the storages of a value, and which of them no tensor uses any more.
+    def __init__(self, memory: mmap.mmap, layout: SavedLayout) -> None:
+        self.memory = memory
+        ends = accumulate(map(align_up, layout.sizes_bytes), initial=0)
+        self.places = list(zip(ends, layout.sizes_bytes, strict=False))
+        self.unused: list[int] = []
+        self.is_in_parts = False
+
+    @property
+    def is_unused(self) -> bool:
+        return len(self.unused) == len(self.places)
+
+    def drop(self, index: int) -> None:
+        start, size_bytes = self.places[index]
+        if size_bytes:
+            self.memory.madvise(mmap.MADV_DONTNEED, start, align_up(size_bytes))
+
+
+class SpareMemory:
+    """Mapped memory of values that are gone, kept for the next value of the same size.
+
+    The kernel clears pages that it makes, which takes longer than a drive reads. Whoever is short
+    of memory drops it. Any thread may call: the last tensor over a storage may go on any.
+    """
+
+    def __init__(self) -> None:
+        # Tensors may go, and tell of it, while this thread is inside.
+        self._lock = RLock()
+        self._spare: list[mmap.mmap] = []
+        self._begun: list[_Mapped] = []
+        self._is_open = True
+
+    def take(self, layout: SavedLayout) -> mmap.mmap | None:
+        """Give memory that has its pages, if there is some of just the size."""
+        size_bytes = _mapped_bytes(layout)
+        with self._lock:
+            for index, memory in enumerate(self._spare):
+                if len(memory) == size_bytes:
+                    return self._spare.pop(index)
+        return None
+
+    def end(self, mapped: _Mapped, index: int) -> None:
+        """Note that no tensor uses a storage any more."""
+        with self._lock:
+            mapped.unused.append(index)
+            if mapped.is_in_parts:
+                mapped.drop(index)
+            elif mapped.is_unused:
+                if mapped in self._begun:
+                    self._begun.remove(mapped)
+                if self._is_open:
+                    self._spare.append(mapped.memory)
+            elif mapped not in self._begun:
+                self._begun.append(mapped)
+
+    def settle(self) -> None:
+        """Give back what is unused of values that are gone but for some storages."""
+        with self._lock:
+            begun, self._begun = self._begun, []
+            for mapped in begun:
+                mapped.is_in_parts = True
+                for index in mapped.unused:
+                    mapped.drop(index)
+
+    def drop(self) -> None:
+        """Give all of it back."""
+        with self._lock:
+            self._spare.clear()
+
+    def close(self) -> None:
+        """Give all back, and keep nothing any more."""
+        self._is_open = False
+        self.drop()
+
+
+def map_parts(
+    layout: SavedLayout, spare: SpareMemory, memory: mmap.mmap | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Bytes for all storages in memory, one behind the other as they lie on the disk, and for each.
 
-    So a disk reads them at once, without a detour. Pages come as they are written, and those of a
-    storage go with the last tensor over it.
+    So a disk reads them at once, without a detour. Pages come as they are written, and are spare
+    once no tensor lies over any of them.
+
+    Args:
+        memory: from `spare`; None: new one.
     """
-    ends = [0, *accumulate(map(align_up, layout.sizes_bytes))]
-    if not ends[-1]:
+    if not _mapped_bytes(layout):
         return torch.empty(0, dtype=torch.uint8), empty_parts(layout, torch.device("cpu"))
-    made = mmap.mmap(-1, ends[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Small pages would be made, cleared and given back one by one, which takes longer than a drive
-    # reads.
-    made.madvise(mmap.MADV_HUGEPAGE)
-    parts = (_map_part(made, *part) for part in zip(ends, layout.sizes_bytes, strict=False))
-    return torch.frombuffer(made, dtype=torch.uint8), tuple(parts)
+    if memory is None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, _mapped_bytes(layout), flags=flags)
+        # Small pages would be made, cleared and given back one by one.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    mapped = _Mapped(memory, layout)
+    parts = tuple(_map_part(mapped, index, spare) for index in range(len(mapped.places)))
+    return torch.frombuffer(memory, dtype=torch.uint8), parts
 
 
-def _map_part(made: mmap.mmap, start: int, size_bytes: int) -> Tensor:
+def _map_part(mapped: _Mapped, index: int, spare: SpareMemory) -> Tensor:
+    start, size_bytes = mapped.places[index]
     if not size_bytes:
+        spare.end(mapped, index)
         return torch.empty(0, dtype=torch.uint8)
     # The tensor's storage holds this object, and this one the mapping.
-    held = (ctypes.c_char * size_bytes).from_buffer(made, start)
-    weakref.finalize(held, made.madvise, mmap.MADV_DONTNEED, start, align_up(size_bytes))
+    held = (ctypes.c_char * size_bytes).from_buffer(mapped.memory, start)
+    weakref.finalize(held, spare.end, mapped, index)
     return torch.frombuffer(held, dtype=torch.uint8)
+
+
+def _mapped_bytes(layout: SavedLayout) -> int:
+    return sum(map(align_up, layout.sizes_bytes))
 
 
 def _view(tensor: Tensor, part: Tensor) -> Tensor:

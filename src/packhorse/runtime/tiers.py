@@ -92,7 +92,9 @@ class ChunkTiers:
         with self._lock:
             size_bytes = self._memory[tier].size_bytes(*self._states[buffer])
             self._spare.reuse(pool, buffer, size_bytes)
-            self._spare.make_way(pool, partial(self._shrink, tier))
+            self._spare.make_way(
+                pool, buffer, partial(self._shrink, tier), partial(self._move, tier)
+            )
             self._present[tier].add(buffer)
         self._commit(buffer, tier)
 
@@ -111,6 +113,9 @@ class ChunkTiers:
 
     def _shrink(self, tier: TierName, buffer: BufferId, keep_bytes: int) -> int:
         return self._memory[tier].shrink(*self._states[buffer], keep_bytes)
+
+    def _move(self, tier: TierName, source: BufferId, target: BufferId) -> bool:
+        return self._memory[tier].move(self._states[source], self._states[target])
 
     def unfilled_bytes(self, pool: PoolId) -> int:
         """What chunk states of a pool may still take pages for."""

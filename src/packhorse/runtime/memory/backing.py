@@ -43,6 +43,14 @@ class Backing(Protocol):
         """Give back what a range holds beyond its first `keep_bytes`, or more; returns the rest."""
         ...
 
+    def move(self, source: int, target: int, size_bytes: int) -> bool:
+        """Hand the memory behind a range to one that is dropped; the source is dropped then.
+
+        Returns:
+            False where that cannot be; nothing has changed then.
+        """
+        ...
+
     def close(self) -> None:
         """Give everything back."""
         ...
@@ -97,6 +105,13 @@ class HostBacking:
         kept = 0 if self._pinned else keep_bytes // PAGE_BYTES * PAGE_BYTES
         self.drop(offset + kept, size_bytes - kept)
         return kept
+
+    def move(self, source: int, target: int, size_bytes: int) -> bool:
+        """Hand pages over, huge ones whole; pinned ones stay where the device knows them."""
+        starts_whole = not source % HUGE_PAGE_BYTES and not target % HUGE_PAGE_BYTES
+        if self._pinned or not starts_whole or size_bytes % PAGE_BYTES:
+            return False
+        return self._mapping.move(source, target, size_bytes)
 
     def close(self) -> None:
         """Give everything back."""

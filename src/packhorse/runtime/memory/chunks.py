@@ -79,6 +79,15 @@ class ChunkMemory:
             self._offset(state, chunk), self.size_bytes(state, chunk), keep_bytes
         )
 
+    def move(self, source: tuple[str, Chunk], target: tuple[str, Chunk]) -> bool:
+        """Hand the memory of a state over to one of the same size that is dropped.
+
+        Returns:
+            False where that cannot be; nothing has changed then.
+        """
+        size_bytes = self.size_bytes(*target)
+        return self._backing.move(self._offset(*source), self._offset(*target), size_bytes)
+
     def poison(self, state: str, chunk: Chunk) -> None:
         """Fill the parameters of a chunk with NaN and its padding with zeros."""
         tensor = self.tensor(state, chunk)

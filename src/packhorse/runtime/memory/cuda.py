@@ -144,6 +144,11 @@ class CudaBacking:
         self.drop(offset, size_bytes)
         return 0
 
+    def move(self, source: int, target: int, size_bytes: int) -> bool:
+        """Never: ranges may share a granule at their ends."""
+        del source, target, size_bytes
+        return False
+
     def close(self) -> None:
         """Release everything, the addresses too."""
         for offset in tuple(self._committed):

@@ -68,6 +68,7 @@ class ProcessHeap:
         limit_bytes: what the process may hold as the kernel counts it; None: what it holds now and
             the pools.
         unfilled_bytes: what chunk states of a pool may still take pages for, while a body runs.
+        drop_spare: gives back memory that is kept for what comes next.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class ProcessHeap:
         programs: Iterable[Program] = (),
         limit_bytes: int | None = None,
         unfilled_bytes: Callable[[PoolId], int] = lambda _: 0,
+        drop_spare: Callable[[], None] = lambda: None,
     ) -> None:
+        self._drop_spare = drop_spare
         self._mode: Literal["keep", "map"] = mode
         self._meter = ResidentMeter()
         pools, programs = tuple(pools), tuple(programs)
@@ -180,6 +183,7 @@ class ProcessHeap:
 
     def _give_back(self) -> int:
         """Give all free pages back; returns what the process holds then."""
+        self._drop_spare()
         trim_heap()
         held_bytes = self._held_bytes()
         self._tight_bytes = self._beyond_blocks_bytes()
@@ -204,6 +208,12 @@ class ProcessHeap:
             if held_bytes + most_bytes + beside_bytes <= limit_bytes:
                 is_short = held_bytes + _NEAR * most_bytes + beside_bytes > limit_bytes
                 return _Room(_Taking(held_bytes, most_bytes, is_body), is_short=is_short)
+            # What is kept for others goes before anything is guessed.
+            self._drop_spare()
+            held_bytes = self._held_bytes()
+            beside_bytes = self._beside_bytes(held_bytes)
+            if held_bytes + most_bytes + beside_bytes <= limit_bytes:
+                return _Room(_Taking(held_bytes, most_bytes, is_body), is_short=True)
             # What such a body found in the heap the last time it may find again.
             known_bytes = self._growth_bytes.get((type(task), use))
             if known_bytes is not None:
