@@ -23,7 +23,7 @@ from packhorse.program.tasks import (
     Update,
     WeightGrad,
 )
-from packhorse.simulator.costs import FREE_NS, TASK_NS, TaskCosts
+from packhorse.simulator.costs import BESIDE_DISK, FREE_NS, TASK_NS, TaskCosts
 from tests.support.models import make_model
 
 MODEL = make_model(num_layers=2, hidden=32)
@@ -205,6 +205,21 @@ def test_halves_share_the_time_of_the_whole_backward():
 def test_the_rest_costs_what_it_moves(task, extra_ns):
     assert costs().alone_ns(task) == TASK_NS + extra_ns
     assert costs(heap="map").alone_ns(task) == TASK_NS + extra_ns
+
+
+def test_passes_over_memory_take_longer_beside_a_disk():
+    norm = SegmentNorm(chunk=ChunkId(0), reads=("grad/0",), writes=(), workspace_bytes=0)
+    read = Copy(buffer="param/0", source="disk", target="device")
+    beside = costs(program=replace(PROGRAM, tasks=(read, norm, ADAMW)))
+    for task, alone_ns in ((norm, 2400), (ADAMW, 10_000)):
+        assert costs().alone_ns(task) == TASK_NS + alone_ns
+        assert beside.alone_ns(task) == TASK_NS + round(BESIDE_DISK * alone_ns)
+    for machine in (
+        replace(MACHINE, device="cuda"),
+        replace(MACHINE, emulation=Emulation(of="another", slowdown=1.0)),
+    ):
+        other = costs(machine=machine, program=beside.program)
+        assert other.alone_ns(norm) == TASK_NS + 2400
 
 
 def test_without_a_disk_outside_states_move_at_memory_speed():
