@@ -34,6 +34,7 @@ from packhorse.program.tasks import Copy
 from packhorse.runtime.disk_places import find_places, find_turns
 from packhorse.runtime.saved_values import (
     SpareMemory,
+    _Mapped,
     map_parts,
     own_tensors,
     put_together,
@@ -216,6 +217,36 @@ def test_pages_of_a_part_go_with_the_last_tensor_over_it_where_others_stay() -> 
     assert abs(view - 16 * MIB) < MIB
     assert abs(rest - 24 * MIB) < MIB
     assert spare.take(LAYOUT) is None
+
+
+def test_an_empty_storage_does_not_keep_memory_from_the_next() -> None:
+    layout = SavedLayout(places=(0, 1), sizes_bytes=(MIB, 0))
+    spare = SpareMemory()
+    whole, parts = map_parts(layout, spare)
+    spare.settle()
+    del whole, parts
+    assert spare.take(layout) is not None
+
+
+@pytest.mark.parametrize(("heap", "keeps"), [("keep", True), ("map", False)])
+def test_memory_is_kept_while_an_engine_lives_and_no_chunk_takes_it(
+    heap, keeps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, ways = find_subject("llama"), replace(ALL, heap=heap)
+    layouts = find_places(subject.traced, [lower_step(subject, ways, 4)]).saved.values()
+    with open_engine(
+        subject, ways, num_microbatches=4, max_grad_norm=1.0, scratch=tmp_path
+    ) as engine:
+        (feeds,) = make_steps(ZOO["llama"], num_steps=1, num_microbatches=4)
+        spare = engine._spare
+        monkeypatch.setattr(engine._heap, "_drop_spare", lambda: None)  # as with room to spare
+        engine.train_step(feeds, step=1, learning_rate=WORDS.lr)
+        engine.settle()
+        kept = [memory for layout in layouts if (memory := spare.take(layout)) is not None]
+        assert bool(kept) == keeps
+        for memory in kept[:1]:
+            spare.end(_Mapped(memory, SavedLayout(places=(0,), sizes_bytes=(len(memory),))), 0)
+    assert [spare.take(layout) for layout in layouts] == [None] * len(layouts)
 
 
 def test_memory_of_a_value_that_is_gone_serves_the_next_of_its_size() -> None:

@@ -97,3 +97,36 @@ def test_refused_reservation_names_the_limit() -> None:
     )
     assert "cannot reserve 8.00 GiB of address space" in done.stdout
     assert "ulimit -v" in done.stdout
+
+
+_MOVE_WITHOUT_ROOM = """
+import os, resource
+from packhorse.errors import RefusedError
+from packhorse.storage.mapping import HUGE_PAGE_BYTES, Mapping
+
+with Mapping(4 * HUGE_PAGE_BYTES) as mapping:
+    mapping.view(0, HUGE_PAGE_BYTES)[:] = bytes(HUGE_PAGE_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (HUGE_PAGE_BYTES, resource.RLIM_INFINITY))
+    try:
+        moved = mapping.move(0, 2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
+    except RefusedError:
+        os._exit(7)  # nothing else can be had either
+    mapping.view(2 * HUGE_PAGE_BYTES, 1)[:] = b"x"
+    os._exit(8 if moved else 9)
+"""
+
+
+def test_a_move_that_fails_leaves_no_hole_that_is_written_to() -> None:
+    done = subprocess.run([sys.executable, "-c", _MOVE_WITHOUT_ROOM], check=False)
+    assert done.returncode in (7, 9)
+
+
+def test_pages_move_with_what_they_hold() -> None:
+    with Mapping(4 * HUGE_PAGE_BYTES) as mapping:
+        mapping.view(0, HUGE_PAGE_BYTES)[:] = b"a" * HUGE_PAGE_BYTES
+        assert mapping.move(0, 2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)
+        assert bytes(mapping.view(2 * HUGE_PAGE_BYTES, 3)) == b"aaa"
+        assert mapping.resident_bytes(0, HUGE_PAGE_BYTES) == 0
+        assert bytes(mapping.view(0, 3)) == bytes(3)
+        with pytest.raises(ValueError, match="multiples of 4096"):
+            mapping.move(1, 2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)

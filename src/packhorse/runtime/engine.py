@@ -164,7 +164,8 @@ class Engine:
                 audit=audit,
             )
             own = find_own_pools(pools, self._device)
-            spare = SpareMemory()
+            # In a mapped heap values and chunks share their room.
+            self._spare = spare = SpareMemory(keeps=heap == "keep")
             undo.callback(spare.close)
             self._heap = ProcessHeap(
                 heap,
@@ -348,6 +349,7 @@ class Engine:
         finally:
             # No lane takes room any more; one that is stuck never will.
             self._heap.close()
+        self._spare.close()
         self._disk.close()
         for memory in self._tiers.values():
             memory.close()

@@ -173,13 +173,17 @@ class Payloads:
         with self._lock:
             payload = self._held.pop((buffer, tier))
         if self._audit:
-            shared = self._storages_beside()
-            for tensor in own_tensors(payload, self._saved.get(buffer)):
-                own = not any(key in shared for key, _ in storages_of(tensor))
-                if tensor.is_floating_point() and own:
-                    tensor.fill_(float("nan"))
+            self._spoil(buffer, payload)
+        # With the last name of them its tensors go.
         del payload
         self._spare.settle()
+
+    def _spoil(self, buffer: BufferId, payload: Payload) -> None:
+        shared = self._storages_beside()
+        for tensor in own_tensors(payload, self._saved.get(buffer)):
+            own = not any(key in shared for key, _ in storages_of(tensor))
+            if tensor.is_floating_point() and own:
+                tensor.fill_(float("nan"))
 
     def clear(self) -> None:
         """Drop everything."""

@@ -89,12 +89,11 @@ class _Mapped:
 
     @property
     def is_unused(self) -> bool:
-        return len(self.unused) == len(self.places)
+        return len(self.unused) == sum(size_bytes > 0 for _, size_bytes in self.places)
 
     def drop(self, index: int) -> None:
         start, size_bytes = self.places[index]
-        if size_bytes:
-            self.memory.madvise(mmap.MADV_DONTNEED, start, align_up(size_bytes))
+        self.memory.madvise(mmap.MADV_DONTNEED, start, align_up(size_bytes))
 
 
 class SpareMemory:
@@ -102,14 +101,18 @@ class SpareMemory:
 
     The kernel clears pages that it makes, which takes longer than a drive reads. Whoever is short
     of memory drops it. Any thread may call: the last tensor over a storage may go on any.
+
+    Args:
+        keeps: False where values share a pool with chunks: those take what the ledger has free, and
+            nothing is kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
         # Tensors may go, and tell of it, while this thread is inside.
         self._lock = RLock()
         self._spare: list[mmap.mmap] = []
         self._begun: list[_Mapped] = []
-        self._is_open = True
+        self._is_open = keeps
 
     def take(self, layout: SavedLayout) -> mmap.mmap | None:
         """Give memory that has its pages, if there is some of just the size."""
@@ -180,7 +183,6 @@ def map_parts(
 def _map_part(mapped: _Mapped, index: int, spare: SpareMemory) -> Tensor:
     start, size_bytes = mapped.places[index]
     if not size_bytes:
-        spare.end(mapped, index)
         return torch.empty(0, dtype=torch.uint8)
     # The tensor's storage holds this object, and this one the mapping.
     held = (ctypes.c_char * size_bytes).from_buffer(mapped.memory, start)

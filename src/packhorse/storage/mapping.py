@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from types import TracebackType
 from typing import Final, Self
 
@@ -19,6 +20,7 @@ from packhorse.units import GIB, MIB, format_bytes
 PAGE_BYTES: Final = mmap.PAGESIZE
 HUGE_PAGE_BYTES: Final = 2 * MIB
 _MAP_NORESERVE: Final = 0x4000
+_MAP_FIXED: Final = 0x10
 # MAYMOVE, FIXED, and DONTUNMAP: the source stays reserved, without pages.
 _MREMAP_MOVE: Final = 1 | 2 | 4
 _MINCORE_STEP_BYTES: Final = GIB
@@ -133,8 +135,11 @@ class Mapping:
             size_bytes: of both, a multiple of `PAGE_BYTES`; they do not overlap.
 
         Returns:
-            False where the system does not do it (before Linux 5.7, or where other moves have left
-            the range in pieces): nothing has changed then.
+            False where the system does not do it (before Linux 5.7, or a source in several pieces):
+            the source is as it was, the target without pages.
+
+        Raises:
+            RefusedError: it does not, and does not give the target's addresses back either.
         """
         self._check_range(source_bytes, size_bytes)
         self._check_range(target_bytes, size_bytes)
@@ -155,7 +160,32 @@ class Mapping:
             _MREMAP_MOVE,
             ctypes.c_void_p(self._address + target_bytes),
         )
-        return moved == self._address + target_bytes
+        if moved == self._address + target_bytes:
+            return True
+        self._map_again(libc, target_bytes, size_bytes)
+        return False
+
+    def _map_again(self, libc: ctypes.CDLL, offset_bytes: int, size_bytes: int) -> None:
+        # A move that fails may have taken its target away before it found out.
+        libc.mmap.restype = ctypes.c_void_p
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        address = self._address + offset_bytes
+        made: int | None = libc.mmap(
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(size_bytes),
+            protection,
+            flags,
+            -1,
+            ctypes.c_long(0),
+        )
+        if made != address:
+            raise RefusedError(
+                f"cannot reserve {format_bytes(size_bytes)} of address space again:"
+                f" {os.strerror(ctypes.get_errno())}",
+                where="mmap after a failed mremap",
+                fix="raise the address space limit (ulimit -v) and vm.max_map_count",
+            )
 
     def resident_bytes(self, offset_bytes: int = 0, size_bytes: int | None = None) -> int:
         """Count the bytes of a range (default: all) that are backed by pages, by mincore.

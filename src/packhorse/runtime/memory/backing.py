@@ -107,9 +107,12 @@ class HostBacking:
         return kept
 
     def move(self, source: int, target: int, size_bytes: int) -> bool:
-        """Hand pages over, huge ones whole; pinned ones stay where the device knows them."""
-        starts_whole = not source % HUGE_PAGE_BYTES and not target % HUGE_PAGE_BYTES
-        if self._pinned or not starts_whole or size_bytes % PAGE_BYTES:
+        """Hand whole huge pages over; pinned ones stay where the device knows them.
+
+        What is committed is advised as far as it is whole huge pages, so such a range is of one
+        piece to the kernel, and moves as one.
+        """
+        if self._pinned or any(each % HUGE_PAGE_BYTES for each in (source, target, size_bytes)):
             return False
         return self._mapping.move(source, target, size_bytes)
 
