@@ -168,12 +168,7 @@ class Engine:
             self._spare = spare = SpareMemory(keeps=heap == "keep")
             undo.callback(spare.close)
             self._heap = ProcessHeap(
-                heap,
-                own,
-                programs.values(),
-                process_bytes,
-                unfilled_bytes=tiers.unfilled_bytes,
-                drop_spare=spare.drop,
+                heap, own, programs.values(), process_bytes, tiers.unfilled_bytes, spare.drop
             )
             undo.callback(self._heap.close)
             room = self._heap.room
