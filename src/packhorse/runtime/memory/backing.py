@@ -109,17 +109,12 @@ class HostBacking:
     def move(self, source: int, target: int, size_bytes: int) -> bool:
         """Hand whole huge pages over; pinned ones stay where the device knows them.
 
-        What is committed is advised as far as it is whole huge pages, so that part is of one piece
-        to the kernel, and moves as one. The rest is dropped, and comes when it is touched.
+        What is committed is advised as far as it is whole huge pages, so such a range is of one
+        piece to the kernel, and moves as one.
         """
-        whole_bytes = size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        starts_whole = not source % HUGE_PAGE_BYTES and not target % HUGE_PAGE_BYTES
-        if self._pinned or not starts_whole or not whole_bytes:
+        if self._pinned or any(each % HUGE_PAGE_BYTES for each in (source, target, size_bytes)):
             return False
-        if not self._mapping.move(source, target, whole_bytes):
-            return False
-        self.drop(source + whole_bytes, size_bytes - whole_bytes)
-        return True
+        return self._mapping.move(source, target, size_bytes)
 
     def close(self) -> None:
         """Give everything back."""
