@@ -59,6 +59,7 @@ from packhorse.program.tasks import (
 )
 from packhorse.simulator.crowding import (
     MOST_CROWDING,
+    computes_here,
     core_ns,
     is_crowded,
     is_team_work,
@@ -277,8 +278,8 @@ class TaskCosts:
 
     @cached_property
     def _page_ns_per_byte(self) -> float:
-        is_here = self.machine.device.startswith("cpu") and self.machine.emulation is None
         link = self.machine.link("disk", "device")
+        is_here = computes_here(self.machine)
         if link is None or not is_here or not has_transfers(self.program.tasks):
             return 0.0
         return link.core_ns_per_byte or 0.0
@@ -308,12 +309,11 @@ class TaskCosts:
 
     @cached_property
     def _beside_disk(self) -> float:
-        is_here = self.machine.device.startswith("cpu") and self.machine.emulation is None
         moves = any(
             isinstance(task, Copy) and "disk" in (task.source, task.target)
             for task in self.program.tasks
         )
-        return BESIDE_DISK if is_here and moves else 1.0
+        return BESIDE_DISK if moves and computes_here(self.machine) else 1.0
 
     def _update_ns(self, task: Update) -> int:
         rate = next((u for u in self.machine.updates if u.tier == task.where), None)

@@ -39,22 +39,21 @@ MOST_CROWDING: Final = 2.0
 """A thread beside the team takes no more than half of its core: the kernel shares it fairly."""
 
 
+def computes_here(machine: Machine) -> bool:
+    """Whether bodies really run on a CPU's cores and in its memory, where lanes run too."""
+    return machine.device.startswith("cpu") and machine.emulation is None
+
+
 def is_crowded(machine: Machine) -> bool:
     """Whether computing uses every core that lanes and the issuing thread run on."""
-    return (
-        machine.device.startswith("cpu")
-        and machine.emulation is None
-        and machine.num_threads >= machine.num_cores
-    )
+    return computes_here(machine) and machine.num_threads >= machine.num_cores
 
 
 def core_ns(task: Task, program: Program, machine: Machine) -> int:
     """How long a task keeps a core busy beside what computes."""
     if not isinstance(task, Copy):
         return ISSUE_NS
-    link = machine.link(task.source, task.target)
-    rate = 0.0 if link is None else core_ns_per_byte(link)
-    return ISSUE_NS + round(program.buffers[task.buffer].size_bytes * rate)
+    return ISSUE_NS + round(_moving_ns(task, program, machine))
 
 
 def total_core_ns(program: Program, machine: Machine) -> int:
@@ -77,10 +76,15 @@ def waiting_ns(task: Copy, program: Program, machine: Machine) -> int:
     The kernel lets all threads of a core take turns, so what takes a core's time takes that much
     longer as there are more threads than cores.
     """
+    more = (machine.num_threads + 1) / machine.num_cores - 1
+    return round(_moving_ns(task, program, machine) * more)
+
+
+def _moving_ns(task: Copy, program: Program, machine: Machine) -> float:
+    # What the bytes alone take of a core.
     link = machine.link(task.source, task.target)
     rate = 0.0 if link is None else core_ns_per_byte(link)
-    more = (machine.num_threads + 1) / machine.num_cores - 1
-    return round(program.buffers[task.buffer].size_bytes * rate * more)
+    return program.buffers[task.buffer].size_bytes * rate
 
 
 def core_ns_per_byte(link: Link) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from functools import cache
 from types import TracebackType
 from typing import Final, Self
 
@@ -24,6 +25,15 @@ _MAP_FIXED: Final = 0x10
 # MAYMOVE, FIXED, and DONTUNMAP: the source stays reserved, without pages.
 _MREMAP_MOVE: Final = 1 | 2 | 4
 _MINCORE_STEP_BYTES: Final = GIB
+
+
+@cache
+def _load_libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    if hasattr(libc, "mremap"):
+        libc.mremap.restype = ctypes.c_void_p
+    return libc
 
 
 class Mapping:
@@ -149,10 +159,9 @@ class Mapping:
                 f" multiples of {PAGE_BYTES}"
             )
         self._reserved()
-        libc = ctypes.CDLL(None, use_errno=True)
+        libc = _load_libc()
         if not hasattr(libc, "mremap"):
             return False
-        libc.mremap.restype = ctypes.c_void_p
         moved: int | None = libc.mremap(
             ctypes.c_void_p(self._address + source_bytes),
             ctypes.c_size_t(size_bytes),
@@ -162,16 +171,15 @@ class Mapping:
         )
         if moved == self._address + target_bytes:
             return True
-        self._map_again(libc, target_bytes, size_bytes)
+        self._map_again(target_bytes, size_bytes)
         return False
 
-    def _map_again(self, libc: ctypes.CDLL, offset_bytes: int, size_bytes: int) -> None:
+    def _map_again(self, offset_bytes: int, size_bytes: int) -> None:
         # A move that fails may have taken its target away before it found out.
-        libc.mmap.restype = ctypes.c_void_p
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         address = self._address + offset_bytes
-        made: int | None = libc.mmap(
+        made: int | None = _load_libc().mmap(
             ctypes.c_void_p(address),
             ctypes.c_size_t(size_bytes),
             protection,
@@ -196,7 +204,7 @@ class Mapping:
         size_bytes = self._size_bytes - offset_bytes if size_bytes is None else size_bytes
         self._check_range(offset_bytes, size_bytes)
         self._reserved()
-        libc = ctypes.CDLL(None, use_errno=True)
+        libc = _load_libc()
         num_pages = 0
         start = self._address + offset_bytes // PAGE_BYTES * PAGE_BYTES
         end = self._address + offset_bytes + size_bytes
